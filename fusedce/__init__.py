@@ -1,0 +1,30 @@
+"""Kernels for long-sequence mixture-of-experts RL training, as PyTorch ops. Importing registers `torch.ops.fusedce.*`."""
+
+from fusedce import nn, ops
+from fusedce.flags import check_flags
+from fusedce.functional import (
+    linear_cross_entropy,
+    linear_logprob,
+    moe_combine,
+    moe_dispatch,
+    moe_experts,
+    moe_plan,
+    moe_route,
+)
+from fusedce.ops import explain
+from fusedce.version import __version__
+
+__all__ = [
+    "__version__",
+    "check_flags",
+    "explain",
+    "linear_cross_entropy",
+    "linear_logprob",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_experts",
+    "moe_plan",
+    "moe_route",
+    "nn",
+    "ops",
+]

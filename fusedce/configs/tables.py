@@ -1,0 +1,49 @@
+"""The tiles of every kernel stage, one table per architecture. A choice between machines is a row here.
+
+Stages: linear_ce_fwd (logits tile, online log-sum-exp), linear_ce_dlogits (logits tile, its gradient), moe_gate_up (two
+accumulators), moe_rows (down projection and d_hidden), moe_act_bwd (gradient of the activation), moe_wgrad (weights).
+"""
+
+from fusedce.arch import Arch
+from fusedce.configs.tiles import GemmTile
+
+_GEMM = GemmTile(128, 256, 64, num_warps=8, num_stages=3)
+_SM_90 = {
+    "linear_ce_fwd": _GEMM,
+    "linear_ce_dlogits": _GEMM,
+    "moe_gate_up": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
+    "moe_rows": _GEMM,
+    "moe_act_bwd": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
+    "moe_wgrad": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
+}
+_SM_80 = {
+    stage: GemmTile(128, 128, 32, num_warps=8, num_stages=3)
+    for stage in _SM_90
+}
+# 128×256×64 at 8 wavefronts is the largest tile without spills once an epilogue is there (bench/notes/amd_tiles.md);
+# two stages are one buffer of LDS for the compiler, and 16×16 MFMA leaves more registers than 32×32.
+_GFX942 = {
+    stage: GemmTile(128, 128, 64, num_warps=8, num_stages=2, matrix_instr=16)
+    for stage in _SM_90
+}
+_GENERIC = {
+    stage: GemmTile(64, 64, 32, num_warps=4, num_stages=2)
+    for stage in _SM_90
+}
+
+STAGES = tuple(_SM_90)
+TABLES = {
+    "sm_80": _SM_80,
+    "sm_90": _SM_90,
+    "sm_100": _SM_90,
+    "gfx942": _GFX942,
+    "gfx950": _GFX942,
+    "generic": _GENERIC,
+}
+# fp32 operands run on the FMA units, where a large tile only costs registers.
+_FP32 = GemmTile(64, 64, 32, num_warps=4, num_stages=2)
+
+
+def tile_for(stage: str, arch: Arch, itemsize: int) -> GemmTile:
+    """The tile of a stage. itemsize: bytes of an operand's element (2 for bf16 and fp16, 4 for fp32)."""
+    return TABLES[arch.name][stage] if itemsize == 2 else _FP32

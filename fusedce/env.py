@@ -1,0 +1,26 @@
+"""The only reader of os.environ at run time. Three variables, all optional; setup.py reads FUSEDCE_BUILD_EXT itself."""
+
+import os
+
+BACKENDS = ("auto", "eager", "triton", "native")
+
+
+def default_backend() -> str:
+    """FUSEDCE_BACKEND: what backend="auto" means, "auto" (choose by machine) if unset."""
+    name = os.environ.get("FUSEDCE_BACKEND", "auto")
+    if name not in BACKENDS:
+        raise ValueError(f"FUSEDCE_BACKEND is {name!r}; expected one of {', '.join(BACKENDS)}")
+    return name
+
+
+def workspace_bytes() -> int:
+    """FUSEDCE_WORKSPACE_MB: how large one chunk's tokens × vocab buffer may be; default 768 MiB."""
+    text = os.environ.get("FUSEDCE_WORKSPACE_MB", "768")
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError(f"FUSEDCE_WORKSPACE_MB is {text!r}; expected a positive whole number of MiB")
+    return int(text) << 20
+
+
+def triton_interpreted() -> bool:
+    """TRITON_INTERPRET=1: Triton kernels run on CPU tensors, in Python; for tests."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"

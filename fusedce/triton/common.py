@@ -1,0 +1,40 @@
+"""What every Triton kernel shares: the dot product, the order of tiles, launch options."""
+
+import triton
+import triton.language as tl
+
+from fusedce import env
+from fusedce.arch import Arch
+from fusedce.configs import GemmTile
+
+# A constexpr, so that compiled kernels carry nothing of it.
+INTERPRETED = tl.constexpr(env.triton_interpreted())
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a·b in fp32. Upcasts in the interpreter, which multiplies raw bf16 bits as integers (Triton 3.6 to 3.9).
+
+    "ieee": fp32 operands keep their 24 bits; gfx942 would take xf32 by default, NVIDIA tf32.
+    """
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def grouped_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
+    """(m, n) of tile `pid`: GROUP_M row blocks share one sweep over the columns, so that both operands stay in L2."""
+    per_group = GROUP_M * num_n
+    first_m = pid // per_group * GROUP_M
+    group_m = min(num_m - first_m, GROUP_M)
+    return first_m + pid % per_group % group_m, pid % per_group // group_m
+
+
+def launch_options(tile: GemmTile, arch: Arch) -> dict[str, int]:
+    """Keyword arguments of a launch (or of triton.compile) for this tile on this machine."""
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if arch.vendor == "amd" and tile.matrix_instr:
+        options["matrix_instr_nonkdim"] = tile.matrix_instr
+    return options

@@ -89,5 +89,5 @@ def positive_number(op: str, argument: str, value: float) -> None:
     """ValueError unless `value` is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"fusedce.{op}: argument '{argument}' has {describe(value)}; expected a number")
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < value < math.inf:
         raise ValueError(f"fusedce.{op}: argument '{argument}' is {value}; expected a finite number above 0")

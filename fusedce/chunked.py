@@ -43,18 +43,20 @@ def gradients(
     fill_d_logits: Callable[[int, int, Tensor], None],
     hidden: Tensor,
     weight: Tensor,
+    kept: Tensor,
     mask: list[bool],
     scale: Tensor,
     row_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d_hidden (N,D), d_weight (V,D), d_bias (V,) from a function that fills d_logits / scale of rows [start, stop).
 
-    fill_d_logits(start, stop, out): writes all of out (stop - start, V), in hidden's dtype. d_weight and d_bias are summed
+    fill_d_logits(start, stop, out): writes all of out (stop - start, V), in hidden's dtype. kept: (N,) bool, the rows that
+    take part; the others may hold NaN or inf, which 0 · NaN would carry into d_weight, so they are read as 0. d_weight and d_bias are summed
     over the chunks in fp32. Gradients that `mask` does not want come back with no elements, and their GEMM is not run.
     """
     (num_rows, _), vocab = hidden.shape, weight.shape[0]
     want_hidden, want_weight, want_bias = mask
-    d_hidden = torch.empty_like(hidden) if want_hidden else hidden.new_empty(0)
+    d_hidden = hidden.new_empty(hidden.shape) if want_hidden else hidden.new_empty(0)
     d_weight = weight.new_zeros(weight.shape if want_weight else (0,), dtype=torch.float32)
     d_bias = weight.new_zeros((vocab,) if want_bias else (0,), dtype=torch.float32)
     chunks = row_chunks(num_rows, row_bytes)
@@ -65,7 +67,8 @@ def gradients(
         if want_hidden:
             torch.mm(d_logits, weight, out=d_hidden[start:stop])
         if want_weight:
-            _add_product(d_weight, d_logits.t(), hidden[start:stop])
+            rows = torch.where(kept[start:stop, None], hidden[start:stop], 0.0)
+            _add_product(d_weight, d_logits.t(), rows)
         if want_bias:
             d_bias += d_logits.sum(0, dtype=torch.float32)
     del buffer

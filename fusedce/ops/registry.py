@@ -85,8 +85,19 @@ def choose(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> C
 
 
 def function(choice: Choice, name: str) -> Callable:
-    """The function `name` (an op or its backward) of the chosen backend."""
-    return getattr(importlib.import_module(PACKAGES[choice.backend]), name)
+    """The function `name` (an op or its backward) of the chosen backend.
+
+    Under torch.autocast it runs with autocast off: an op's operands were cast before it, and inside, fp32 means fp32.
+    """
+    run = getattr(importlib.import_module(PACKAGES[choice.backend]), name)
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return functools.partial(_without_autocast, run)
+    return run
+
+
+def _without_autocast(run: Callable, *arguments: object) -> object:
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        return run(*arguments)
 
 
 def explain(op: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype = torch.bfloat16) -> str:

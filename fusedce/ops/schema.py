@@ -18,16 +18,19 @@ LIB.define(
     "linear_ce(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, str reduction='mean', "
     "int ignore_index=-100, float temperature=1.0, float softcap=0.0, str backend='auto') -> Tensor"
 )
-# -> logprob (N,), entropy (N,), lse (N,); fp32; all three 0 where target == ignore_index
+# -> logprob (N,), entropy (N,), lse (N,); fp32; all three 0 where target == ignore_index;
+#    normalizer (N,2): the row's maximum and log Σ exp(z − maximum), for the backward. Their sum is lse, but where logits are
+#    large the sum has lost the smaller one.
 LIB.define(
-    "linear_logprob(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, int ignore_index=-100, "
-    "float temperature=1.0, float softcap=0.0, str backend='auto') -> (Tensor logprob, Tensor entropy, Tensor lse)"
+    "linear_logprob(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, *, int ignore_index=-100, "
+    "float temperature=1.0, float softcap=0.0, str backend='auto') "
+    "-> (Tensor logprob, Tensor entropy, Tensor lse, Tensor normalizer)"
 )
 # -> d_hidden (N,D), d_weight (V,D), d_bias (V,)
 LIB.define(
     "linear_logprob_backward(Tensor d_logprob, Tensor d_entropy, Tensor d_lse, Tensor hidden, Tensor weight, "
-    "Tensor target, Tensor? bias, Tensor entropy, Tensor lse, int ignore_index, float temperature, float softcap, "
-    "bool[3] mask, str backend) -> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
+    "Tensor target, Tensor? bias, Tensor entropy, Tensor normalizer, int ignore_index, float temperature, "
+    "float softcap, bool[3] mask, str backend) -> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
 )
 
 # ── mixture of experts ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,142 @@
+"""The backward: a chunk's logits are made again, turned into their gradient in registers, and met by two plain GEMMs."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedce import arch, chunked
+from fusedce.configs import GemmTile, tile_for
+from fusedce.triton.common import grouped_order, launch_options
+from fusedce.triton.linear_ce.forward import unit_rows
+from fusedce.triton.linear_ce.logits import logits_tile
+
+STAGE = "linear_ce_dlogits"
+
+
+@triton.jit
+def d_logits_bwd_kernel(
+    hidden_ptr,
+    weight_ptr,
+    target_ptr,
+    bias_ptr,
+    row_ptr,
+    normalizer_ptr,
+    scale_ptr,
+    out_ptr,
+    num_rows,
+    vocab,
+    depth,
+    hidden_stride,
+    weight_stride,
+    inv_temperature,
+    softcap,
+    ignore_index,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP_N: tl.constexpr,
+):
+    """One program owns a BLOCK_N × BLOCK_V tile of d_logits / scale and writes all of it, zeros for ignored rows.
+
+    row_ptr: (num_rows, 4) fp32: d_logprob, d_entropy, d_lse, entropy. Writes BLOCK_N·BLOCK_V elements once; reads both
+    operands of the tile from L2. Offsets into the chunk are int64: rows × V may pass 2³¹.
+    """
+    block_n, block_v = grouped_order(
+        tl.program_id(0), tl.cdiv(num_rows, BLOCK_N), tl.cdiv(vocab, BLOCK_V), GROUP_N
+    )
+    offs_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_v = block_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask_n = offs_n < num_rows
+    logits, slope = logits_tile(
+        hidden_ptr, weight_ptr, bias_ptr, offs_n, offs_v, num_rows, vocab, depth, hidden_stride, weight_stride,
+        inv_temperature, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D,
+    )  # fmt: skip
+    target = tl.load(target_ptr + offs_n, mask=mask_n, other=ignore_index)
+    row_ptrs = row_ptr + 4 * offs_n
+    inv_scale = 1.0 / tl.load(scale_ptr)
+    d_logprob = tl.load(row_ptrs, mask=mask_n, other=0.0) * inv_scale
+    d_entropy = tl.load(row_ptrs + 1, mask=mask_n, other=0.0) * inv_scale
+    d_lse = tl.load(row_ptrs + 2, mask=mask_n, other=0.0) * inv_scale
+    entropy = tl.load(row_ptrs + 3, mask=mask_n, other=0.0)
+    row_max = tl.load(normalizer_ptr + 2 * offs_n, mask=mask_n, other=0.0)
+    log_sum = tl.load(normalizer_ptr + 2 * offs_n + 1, mask=mask_n, other=0.0)
+    log_probs = (logits - row_max[:, None]) - log_sum[:, None]
+    probs = tl.exp(log_probs)
+    # p·(log p + H) is 0 where p is 0, although log p may be −inf there.
+    surprise = tl.where(probs == 0.0, 0.0, log_probs + entropy[:, None])
+    d_logits = probs * ((d_lse - d_logprob)[:, None] - d_entropy[:, None] * surprise)
+    d_logits += tl.where(offs_v.to(tl.int64)[None, :] == target[:, None], d_logprob[:, None], 0.0)
+    # Select, do not multiply: an ignored row may hold NaN or inf.
+    d_logits = tl.where((target != ignore_index)[:, None], d_logits * slope, 0.0)
+    out_ptrs = out_ptr + offs_n.to(tl.int64)[:, None] * vocab + offs_v[None, :]
+    tl.store(out_ptrs, d_logits.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & (offs_v < vocab)[None, :])
+
+
+KERNEL = d_logits_bwd_kernel
+
+
+def signature(dtype: str) -> dict[str, str]:
+    """Triton's type of every argument, with operands of `dtype` ("bf16", "fp16", "fp32")."""
+    return {
+        **dict.fromkeys(("hidden_ptr", "weight_ptr"), f"*{dtype}"),
+        "target_ptr": "*i64",
+        "bias_ptr": f"*{dtype}",
+        **dict.fromkeys(("row_ptr", "normalizer_ptr", "scale_ptr"), "*fp32"),
+        "out_ptr": f"*{dtype}",
+        **dict.fromkeys(("num_rows", "vocab", "depth", "hidden_stride", "weight_stride"), "i32"),
+        **dict.fromkeys(("inv_temperature", "softcap"), "fp32"),
+        "ignore_index": "i32",
+        **dict.fromkeys(constexprs(GemmTile(1, 1, 1, 1, 1)), "constexpr"),
+    }
+
+
+def constexprs(tile: GemmTile, has_bias: bool = True, has_softcap: bool = True) -> dict[str, int]:
+    """The kernel's sizes and switches for a tile."""
+    return {
+        "HAS_BIAS": has_bias,
+        "HAS_SOFTCAP": has_softcap,
+        "BLOCK_N": tile.block_m,
+        "BLOCK_V": tile.block_n,
+        "BLOCK_D": tile.block_k,
+        "GROUP_N": tile.group_m,
+    }
+
+
+def linear_logprob_backward(
+    d_logprob: Tensor,
+    d_entropy: Tensor,
+    d_lse: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    entropy: Tensor,
+    normalizer: Tensor,
+    ignore_index: int,
+    temperature: float,
+    softcap: float,
+    mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """d_hidden, d_weight, d_bias. See `fusedce.eager.linear_ce` for the formula, `fusedce.chunked` for the two GEMMs."""
+    (num_rows, depth), vocab = hidden.shape, weight.shape[0]
+    hidden, weight, target = unit_rows(hidden), unit_rows(weight), target.contiguous()
+    machine = arch.of_device(hidden.device)
+    tile = tile_for(STAGE, machine, hidden.element_size())
+    scale = chunked.batch_scale(d_logprob, d_entropy, d_lse)
+    row_numbers = torch.stack((d_logprob, d_entropy, d_lse, entropy), 1)
+    bias_or_any = weight if bias is None else bias.contiguous()
+
+    def fill_d_logits(start: int, stop: int, out: Tensor) -> None:
+        grid = (triton.cdiv(stop - start, tile.block_m) * triton.cdiv(vocab, tile.block_n),)
+        with torch.cuda.device_of(hidden):
+            KERNEL[grid](
+                hidden[start:], weight, target[start:], bias_or_any, row_numbers[start:], normalizer[start:], scale,
+                out, stop - start, vocab, depth, hidden.stride(0), weight.stride(0), 1.0 / temperature, softcap,
+                ignore_index, **constexprs(tile, bias is not None, softcap != 0.0), **launch_options(tile, machine),
+            )  # fmt: skip
+
+    row_bytes = vocab * hidden.element_size()
+    return chunked.gradients(fill_d_logits, hidden, weight, target != ignore_index, mask, scale, row_bytes)

@@ -1,0 +1,17 @@
+"""Triton's interpreter: kernels run in Python on CPU tensors. It must be chosen before Triton is imported, so this folder
+is a pytest run of its own.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest  # noqa: E402
+
+from tests.conftest import Place  # noqa: E402
+
+
+@pytest.fixture
+def place() -> Place:
+    """In the stead of the machines of tests/conftest.py."""
+    return Place("cpu", "triton")

@@ -1,0 +1,7 @@
+"""The tests of linear cross-entropy, by Triton's interpreter."""
+
+import pytest
+
+from tests.test_linear_ce import *  # noqa: F403
+
+pytestmark = pytest.mark.interpret

@@ -54,29 +54,41 @@ def gradients(
     take part; the others may hold NaN or inf, which 0 · NaN would carry into d_weight, so they are read as 0. d_weight and d_bias are summed
     over the chunks in fp32. Gradients that `mask` does not want come back with no elements, and their GEMM is not run.
     """
-    (num_rows, _), vocab = hidden.shape, weight.shape[0]
-    want_hidden, want_weight, want_bias = mask
-    d_hidden = hidden.new_empty(hidden.shape) if want_hidden else hidden.new_empty(0)
-    d_weight = weight.new_zeros(weight.shape if want_weight else (0,), dtype=torch.float32)
-    d_bias = weight.new_zeros((vocab,) if want_bias else (0,), dtype=torch.float32)
-    chunks = row_chunks(num_rows, row_bytes)
-    buffer = hidden.new_empty((chunks[0][1] if chunks else 0, vocab))
-    for start, stop in chunks:
-        d_logits = buffer[: stop - start]
-        fill_d_logits(start, stop, d_logits)
-        if want_hidden:
-            torch.mm(d_logits, weight, out=d_hidden[start:stop])
-        if want_weight:
-            rows = torch.where(kept[start:stop, None], hidden[start:stop], 0.0)
-            _add_product(d_weight, d_logits.t(), rows)
-        if want_bias:
-            d_bias += d_logits.sum(0, dtype=torch.float32)
-    del buffer
+    d_hidden = hidden.new_empty(hidden.shape if mask[0] else (0,))
+    d_weight = weight.new_zeros(weight.shape if mask[1] else (0,), dtype=torch.float32)
+    d_bias = weight.new_zeros(weight.shape[:1] if mask[2] else (0,), dtype=torch.float32)
+    _accumulate(fill_d_logits, hidden, weight, kept, row_bytes, d_hidden, d_weight, d_bias)
+    # The chunk's buffer is gone before d_weight is there twice, in fp32 and in its own dtype.
     return (
         d_hidden.mul_(scale.to(d_hidden.dtype)),
         d_weight.mul_(scale).to(weight.dtype),
         d_bias.mul_(scale).to(weight.dtype),
     )
+
+
+def _accumulate(
+    fill_d_logits: Callable[[int, int, Tensor], None],
+    hidden: Tensor,
+    weight: Tensor,
+    kept: Tensor,
+    row_bytes: int,
+    d_hidden: Tensor,
+    d_weight: Tensor,
+    d_bias: Tensor,
+) -> None:
+    """Fill d_hidden and add to d_weight and d_bias, chunk by chunk; the empty ones are not wanted."""
+    chunks = row_chunks(hidden.shape[0], row_bytes)
+    buffer = hidden.new_empty((chunks[0][1] if chunks else 0, weight.shape[0]))
+    for start, stop in chunks:
+        d_logits = buffer[: stop - start]
+        fill_d_logits(start, stop, d_logits)
+        if d_hidden.numel():
+            torch.mm(d_logits, weight, out=d_hidden[start:stop])
+        if d_weight.numel():
+            rows = torch.where(kept[start:stop, None], hidden[start:stop], 0.0)
+            _add_product(d_weight, d_logits.t(), rows)
+        if d_bias.numel():
+            d_bias += d_logits.sum(0, dtype=torch.float32)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

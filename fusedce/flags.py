@@ -87,7 +87,9 @@ def report_outside(op: str, argument: str, values: Tensor, size: int, ignore: in
         return
     rows = torch.arange(num_rows, device=values.device)
     first = torch.where(bad, rows, num_rows).min()
-    seen = torch.stack((torch.where(first == num_rows, _NOTHING, first), values[first.clamp(max=num_rows - 1)]))
+    # gather, not values[first]: indexing by a tensor of no dimension reads it on the host
+    value = values.gather(0, first.clamp(max=num_rows - 1).reshape(1))
+    seen = torch.cat((torch.where(first == num_rows, _NOTHING, first).reshape(1), value))
     box = _mailbox(op, argument, size, values.device)
     box.device.copy_(torch.where(box.device[0] == _NOTHING, seen, box.device))
     box.host.copy_(box.device, non_blocking=True)

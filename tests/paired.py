@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 SLACK = 2.0
+ROW_SLACK = 3.0  # for the RMS of one row, which is one draw of the rounding where the largest of all is none
 
 
 def _row_rms(x: Tensor) -> Tensor:
@@ -16,8 +17,10 @@ def _row_rms(x: Tensor) -> Tensor:
 def violation(out: Tensor, gold: Tensor, twin: Tensor) -> str | None:
     """None if `out` keeps the rule, else what it breaks.
 
-    max|out − gold| ≤ 2·max|twin − gold| + 2 ulp·max|gold|, and the same with the RMS of every row. A row that the twin hits
-    by luck is no standard: its error counts as at least the twin's largest relative row error. NaN and infinities must be
+    max|out − gold| ≤ 2·max|twin − gold| + 2 ulp·max|gold|, and the same, times 3 in place of 2, with the RMS of
+    every row. A row that the twin hits
+    by luck is no standard: its error counts as at least the twin's largest relative row error; and a row that is small by
+    cancellation carries the rounding of what cancelled: its ulp is at least the median row's. NaN and infinities must be
     exactly where gold has them.
     """
     if out.shape != gold.shape:
@@ -36,7 +39,7 @@ def violation(out: Tensor, gold: Tensor, twin: Tensor) -> str | None:
         return f"largest error {error:.3e}, allowed {bar:.3e} (largest value {gold.abs().amax():.3e})"
     size, errors, twin_errors = _row_rms(gold), _row_rms(out64 - gold), _row_rms(twin64 - gold)
     usual = torch.where(size > 0, twin_errors / size, 0.0).amax()
-    bars = SLACK * (twin_errors.maximum(usual * size) + ulp * size)
+    bars = ROW_SLACK * (twin_errors.maximum(usual * size) + ulp * size.maximum(size.median()))
     worst = int((errors - bars).argmax())
     if errors[worst] > bars[worst]:
         return f"row {worst}: RMS error {errors[worst]:.3e}, allowed {bars[worst]:.3e}"

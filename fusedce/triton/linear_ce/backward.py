@@ -7,8 +7,7 @@ from torch import Tensor
 
 from fusedce import arch, chunked
 from fusedce.configs import GemmTile, tile_for
-from fusedce.triton.common import grouped_order, launch_options
-from fusedce.triton.linear_ce.forward import unit_rows
+from fusedce.triton.common import grouped_order, launch_options, unit_rows
 from fusedce.triton.linear_ce.logits import logits_tile
 
 STAGE = "linear_ce_dlogits"
@@ -34,6 +33,7 @@ def d_logits_bwd_kernel(
     ignore_index,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    EVEN_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -52,7 +52,7 @@ def d_logits_bwd_kernel(
     mask_n = offs_n < num_rows
     logits, slope = logits_tile(
         hidden_ptr, weight_ptr, bias_ptr, offs_n, offs_v, num_rows, vocab, depth, hidden_stride, weight_stride,
-        inv_temperature, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D,
+        inv_temperature, softcap, HAS_BIAS, HAS_SOFTCAP, EVEN_D, BLOCK_N, BLOCK_V, BLOCK_D,
     )  # fmt: skip
     target = tl.load(target_ptr + offs_n, mask=mask_n, other=ignore_index)
     row_ptrs = row_ptr + 4 * offs_n
@@ -93,11 +93,12 @@ def signature(dtype: str) -> dict[str, str]:
     }
 
 
-def constexprs(tile: GemmTile, has_bias: bool = True, has_softcap: bool = True) -> dict[str, int]:
-    """The kernel's sizes and switches for a tile."""
+def constexprs(tile: GemmTile, depth: int = 0, has_bias: bool = True, has_softcap: bool = True) -> dict[str, int]:
+    """The kernel's sizes and switches for a tile and D."""
     return {
         "HAS_BIAS": has_bias,
         "HAS_SOFTCAP": has_softcap,
+        "EVEN_D": depth % tile.block_k == 0,
         "BLOCK_N": tile.block_m,
         "BLOCK_V": tile.block_n,
         "BLOCK_D": tile.block_k,
@@ -135,7 +136,7 @@ def linear_logprob_backward(
             KERNEL[grid](
                 hidden[start:], weight, target[start:], bias_or_any, row_numbers[start:], normalizer[start:], scale,
                 out, stop - start, vocab, depth, hidden.stride(0), weight.stride(0), 1.0 / temperature, softcap,
-                ignore_index, **constexprs(tile, bias is not None, softcap != 0.0), **launch_options(tile, machine),
+                ignore_index, **constexprs(tile, depth, bias is not None, softcap != 0.0), **launch_options(tile, machine),
             )  # fmt: skip
 
     row_bytes = vocab * hidden.element_size()

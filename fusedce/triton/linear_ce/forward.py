@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusedce import arch
 from fusedce.configs import GemmTile, tile_for
-from fusedce.triton.common import grouped_order, launch_options
+from fusedce.triton.common import grouped_order, launch_options, unit_rows
 from fusedce.triton.linear_ce.finish import merge_partials
 from fusedce.triton.linear_ce.logits import logits_tile
 
@@ -33,6 +33,7 @@ def logprob_fwd_kernel(
     softcap,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    EVEN_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -60,7 +61,7 @@ def logprob_fwd_kernel(
         offs_v = start_v + tl.arange(0, BLOCK_V)
         logits, _ = logits_tile(
             hidden_ptr, weight_ptr, bias_ptr, offs_n, offs_v, num_rows, vocab, depth, hidden_stride, weight_stride,
-            inv_temperature, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D,
+            inv_temperature, softcap, HAS_BIAS, HAS_SOFTCAP, EVEN_D, BLOCK_N, BLOCK_V, BLOCK_D,
         )  # fmt: skip
         # The target is compared in 64 bits, so that 2³² is not word 0.
         target_logit += tl.sum(tl.where(offs_v.to(tl.int64)[None, :] == target[:, None], logits, 0.0), 1)
@@ -105,14 +106,9 @@ def linear_logprob(
             KERNEL[(triton.cdiv(num_rows, tile.block_m) * num_splits,)](
                 hidden, weight, target, weight if bias is None else bias.contiguous(), partial, num_rows, vocab, depth,
                 hidden.stride(0), weight.stride(0), 1.0 / temperature, softcap,
-                **constexprs(tile, bias is not None, softcap != 0.0), **launch_options(tile, machine),
+                **constexprs(tile, depth, bias is not None, softcap != 0.0), **launch_options(tile, machine),
             )  # fmt: skip
     return merge_partials(partial, target, vocab, ignore_index)
-
-
-def unit_rows(matrix: Tensor) -> Tensor:
-    """`matrix` with its rows' elements side by side: itself, or a copy where the last dimension is strided."""
-    return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
 
 
 KERNEL = logprob_fwd_kernel
@@ -131,11 +127,12 @@ def signature(dtype: str) -> dict[str, str]:
     }
 
 
-def constexprs(tile: GemmTile, has_bias: bool = True, has_softcap: bool = True) -> dict[str, int]:
-    """The kernel's sizes and switches for a tile."""
+def constexprs(tile: GemmTile, depth: int = 0, has_bias: bool = True, has_softcap: bool = True) -> dict[str, int]:
+    """The kernel's sizes and switches for a tile and D."""
     return {
         "HAS_BIAS": has_bias,
         "HAS_SOFTCAP": has_softcap,
+        "EVEN_D": depth % tile.block_k == 0,
         "BLOCK_N": tile.block_m,
         "BLOCK_V": tile.block_n,
         "BLOCK_D": tile.block_k,

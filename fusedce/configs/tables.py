@@ -13,12 +13,16 @@ _SM_90 = {
     "linear_ce_dlogits": _GEMM,
     "moe_gate_up": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
     "moe_rows": _GEMM,
-    "moe_act_bwd": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
+    # SwiGLU's backward holds five tiles at once: twice as wide spills.
+    "moe_act_bwd": GemmTile(128, 64, 64, num_warps=8, num_stages=3),
     "moe_wgrad": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
 }
 _SM_80 = {
     stage: GemmTile(128, 128, 32, num_warps=8, num_stages=3)
     for stage in _SM_90
+} | {
+    stage: GemmTile(128, 64, 32, num_warps=8, num_stages=3)
+    for stage in ("moe_gate_up", "moe_act_bwd")
 }
 # 128×256×64 at 8 wavefronts is the largest tile without spills once an epilogue is there (bench/notes/amd_tiles.md);
 # two stages are one buffer of LDS for the compiler, and 16×16 MFMA leaves more registers than 32×32.

@@ -56,7 +56,7 @@ def linear_logprob_backward(
     mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d_hidden, d_weight, d_bias. With (m, s) the normalizer, p = exp(z − m − s), H the entropy and y the target,
-    d_z = p·(d_lse − d_logprob − d_entropy·(log p + H)) + d_logprob·[j = y].
+    d_z = p·(d_lse − d_entropy·(log p + H)) + d_logprob·([j = y] − p).
     """
     dtype = _accumulate_dtype(hidden)
     d_hidden = hidden.new_empty(hidden.shape) if mask[0] else hidden.new_empty(0)
@@ -69,10 +69,11 @@ def linear_logprob_backward(
         probs = log_probs.exp()
         # p·log p is 0 where p is 0, although log p may be −inf there.
         surprise = torch.where(probs == 0, 0.0, log_probs + entropy[rows, None])
-        d_logits = probs * ((d_lse - d_logprob)[rows, None] - d_entropy[rows, None] * surprise)
         inside = kept & (target[rows] >= 0) & (target[rows] < weight.shape[0])
         column = torch.where(inside, target[rows], 0)[:, None]
-        d_logits.scatter_add_(1, column, torch.where(inside, d_logprob[rows], 0.0)[:, None].to(dtype))
+        d_logits = probs * (d_lse[rows, None] - d_entropy[rows, None] * surprise)
+        # 1 − p is exact where p is near 1; p·(… − d_logprob) + d_logprob would round there.
+        d_logits += d_logprob[rows, None] * (-probs).scatter_add(1, column, inside[:, None].to(dtype))
         # Select, do not multiply: an ignored row may hold NaN or inf.
         d_logits = torch.where(kept[:, None], d_logits * slope, 0.0)
         if mask[0]:

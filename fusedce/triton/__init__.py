@@ -1,5 +1,24 @@
 """The Triton backend: one function per op, with the signatures of `fusedce.eager`."""
 
 from fusedce.triton.linear_ce import linear_logprob, linear_logprob_backward
+from fusedce.triton.moe import (
+    moe_combine,
+    moe_dispatch,
+    moe_experts,
+    moe_experts_backward,
+    moe_plan,
+    moe_route,
+    moe_route_backward,
+)
 
-__all__ = ["linear_logprob", "linear_logprob_backward"]
+__all__ = [
+    "linear_logprob",
+    "linear_logprob_backward",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_experts",
+    "moe_experts_backward",
+    "moe_plan",
+    "moe_route",
+    "moe_route_backward",
+]

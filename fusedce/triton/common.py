@@ -1,7 +1,8 @@
-"""What every Triton kernel shares: the dot product, the order of tiles, launch options."""
+"""What every Triton kernel and its launcher share: the dot product, the order of tiles, launch options, strides."""
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fusedce import env
 from fusedce.arch import Arch
@@ -24,6 +25,16 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def round_to(values, dtype: tl.constexpr):
+    """fp32 `values` in `dtype`, to nearest even. The interpreter cuts off what bf16 cannot hold: there, rounded by hand."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = values.to(tl.int32, bitcast=True)
+        nearest = (bits + (0x7FFF + ((bits >> 16) & 1))).to(tl.float32, bitcast=True)
+        values = tl.where(values == values, nearest, values)
+    return values.to(dtype)
+
+
+@triton.jit
 def grouped_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
     """(m, n) of tile `pid`: GROUP_M row blocks share one sweep over the columns, so that both operands stay in L2."""
     per_group = GROUP_M * num_n
@@ -38,3 +49,8 @@ def launch_options(tile: GemmTile, arch: Arch) -> dict[str, int]:
     if arch.vendor == "amd" and tile.matrix_instr:
         options["matrix_instr_nonkdim"] = tile.matrix_instr
     return options
+
+
+def unit_rows(matrix: Tensor) -> Tensor:
+    """`matrix` with its rows' elements side by side: itself, or a copy where the last dimension is strided."""
+    return matrix if matrix.stride(-1) == 1 else matrix.contiguous()

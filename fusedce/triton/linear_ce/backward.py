@@ -67,8 +67,10 @@ def d_logits_bwd_kernel(
     probs = tl.exp(log_probs)
     # p·(log p + H) is 0 where p is 0, although log p may be −inf there.
     surprise = tl.where(probs == 0.0, 0.0, log_probs + entropy[:, None])
-    d_logits = probs * ((d_lse - d_logprob)[:, None] - d_entropy[:, None] * surprise)
-    d_logits += tl.where(offs_v.to(tl.int64)[None, :] == target[:, None], d_logprob[:, None], 0.0)
+    is_target = offs_v.to(tl.int64)[None, :] == target[:, None]
+    # 1 − p is exact where p is near 1; p·(… − d_logprob) + d_logprob would round there.
+    d_logits = probs * (d_lse[:, None] - d_entropy[:, None] * surprise)
+    d_logits += d_logprob[:, None] * (tl.where(is_target, 1.0, 0.0) - probs)
     # Select, do not multiply: an ignored row may hold NaN or inf.
     d_logits = tl.where((target != ignore_index)[:, None], d_logits * slope, 0.0)
     out_ptrs = out_ptr + offs_n.to(tl.int64)[:, None] * vocab + offs_v[None, :]

@@ -1,0 +1,24 @@
+"""The plain-torch twin of every op: the CPU implementation, the gold of the tests in fp64, a baseline of the benchmarks."""
+
+from fusedce.eager.linear_ce import linear_logprob, linear_logprob_backward
+from fusedce.eager.moe import (
+    moe_combine,
+    moe_dispatch,
+    moe_experts,
+    moe_experts_backward,
+    moe_plan,
+    moe_route,
+    moe_route_backward,
+)
+
+__all__ = [
+    "linear_logprob",
+    "linear_logprob_backward",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_experts",
+    "moe_experts_backward",
+    "moe_plan",
+    "moe_route",
+    "moe_route_backward",
+]

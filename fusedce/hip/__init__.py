@@ -1,0 +1,9 @@
+"""The native backend: kernels of csrc/, one C++ source for nvcc and HIP, between GEMMs of the vendor library.
+
+Its public name is "native"; the folder is called after HIP, which the sources keep to.
+"""
+
+from fusedce.hip.extension import build_info, unavailable
+from fusedce.hip.linear_ce import linear_logprob, linear_logprob_backward
+
+__all__ = ["build_info", "linear_logprob", "linear_logprob_backward", "unavailable"]

@@ -1,0 +1,96 @@
+"""One run from config to curve: check, build, resume, loop, picture, summary."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from fusedce.train import checkpoint, plot
+from fusedce.train.config import MODES, ConfigError, TrainConfig, check, free_folder, from_dict, mode_of, unknown_key
+from fusedce.train.grpo import GrpoTrainer
+from fusedce.train.loop import Trainer
+from fusedce.train.sft import SftTrainer
+from fusedce.train.track import Tracker, clock
+
+TRAINERS: dict[str, type[Trainer]] = {"grpo": GrpoTrainer, "sft": SftTrainer}
+
+
+def run(config: TrainConfig, console: Console | None = None) -> int:
+    """Train as `config` says. Returns 0, or 128 + the signal that ended the run after its checkpoint.
+
+    Raises ConfigError before the first step for everything that cannot work.
+    """
+    console = console or Console()
+    check(config)
+    folder, mode = free_folder(config), mode_of(config)
+    if checkpoint.published(folder) and not config.resume:
+        raise ConfigError(f"out: {folder} holds a run already; add --resume to go on with it, or name another --out")
+    trainer = TRAINERS[mode](config, folder)
+    if config.resume:
+        trainer.restore(*checkpoint.load_newest(folder, lambda text: console.print(text, style="yellow")))
+    folder.mkdir(parents=True, exist_ok=True)
+    model = trainer.config.model
+    size = sum(p.numel() for p in trainer.model.parameters())
+    experts = f"{model.num_experts} experts, top {model.top_k}"
+    number = "bf16" if trainer.device.type == "cuda" else "fp32"
+    title = f"{mode} · {trainer.describe()} · {size:,} parameters, {experts} · {trainer.device.type} {number}"
+    tracker = Tracker(folder, trainer.config, title, trainer.step, console)
+    with tracker:
+        stopped = trainer.loop(tracker)
+    results = trainer.evaluate()
+    gone = clock(tracker.seconds())
+    if mode == "grpo":
+        headline = f"{trainer.describe()}: {results['held_out_accuracy']:.1%} of held-out strings right"
+    else:
+        headline = f"{trainer.describe()}: {results['held_out_bits_per_byte']:.3f} bits a byte on held-out files"
+    plot.draw(tracker.rows, mode, headline, f"{trainer.step} steps in {gone} · {title}", folder / "curve.png")
+    say = console.print
+    say(f"\n{headline} after {trainer.step} steps, {gone}", style="bold", highlight=False)
+    say(f"for example  {trainer.example}", highlight=False)
+    for name in ("curve.png", "metrics.jsonl", "latest"):
+        say(f"{name:13}  {folder / name}", highlight=False, soft_wrap=True)
+    if stopped:
+        say(f"stopped by signal {stopped}; go on with: fusedce train --resume --out {folder}", style="yellow")
+    return 128 + stopped if stopped else 0
+
+
+def parse(arguments: Sequence[str]) -> TrainConfig:
+    """The config of a command line. With --resume, its defaults are the config of the run in --out."""
+    arguments = list(arguments)
+    mode = arguments.pop(0) if arguments and arguments[0] in MODES else "grpo"
+    default = MODES[mode]()
+    if "--resume" in arguments and "--out" in arguments[:-1]:
+        found = checkpoint.published(Path(arguments[arguments.index("--out") + 1]))
+        default = next((c for c in map(_config_of, found) if c), default)
+    config, unknown = tyro.cli(
+        type(default), default=default, args=arguments, prog=f"fusedce train {mode}", return_unknown_args=True
+    )
+    if unknown:
+        flags = [f"--{prefix}{f}" for prefix, part in _parts(config) for f in vars(part)]
+        raise ConfigError(unknown_key(unknown[0], [flag.replace("_", "-") for flag in flags]))
+    return config
+
+
+def _parts(config: TrainConfig) -> list[tuple[str, object]]:
+    return [("", config), ("model.", config.model), ("optim.", config.optim)]
+
+
+def _config_of(folder: Path) -> TrainConfig | None:
+    try:
+        return from_dict(checkpoint.read_manifest(folder)["config"])
+    except checkpoint.CheckpointError:
+        return None  # restoring will say so, and put it aside
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`fusedce train`: one line on stderr and exit code 2 for a run that cannot start, 1 for a disk that fails."""
+    try:
+        return run(parse(arguments))
+    except (ConfigError, checkpoint.CheckpointError) as error:
+        print(f"fusedce train: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"fusedce train: {error.filename or 'checkpoint'}: {error.strerror or error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,18 @@
+"""Mixture of experts in Triton: routing, the plan, moving rows, and the experts' grouped GEMMs."""
+
+from fusedce.triton.moe.combine import moe_combine
+from fusedce.triton.moe.dispatch import moe_dispatch
+from fusedce.triton.moe.experts import moe_experts, moe_experts_backward
+from fusedce.triton.moe.plan import moe_plan
+from fusedce.triton.moe.route import moe_route
+from fusedce.triton.moe.route_backward import moe_route_backward
+
+__all__ = [
+    "moe_combine",
+    "moe_dispatch",
+    "moe_experts",
+    "moe_experts_backward",
+    "moe_plan",
+    "moe_route",
+    "moe_route_backward",
+]

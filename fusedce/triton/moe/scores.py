@@ -1,0 +1,39 @@
+"""What routing and its backward share: logits in registers, their scores, and what the weights are divided by."""
+
+import triton
+import triton.language as tl
+
+# Logits a program holds, in all its rows: 16 registers of 128 lanes for each array of that size.
+BLOCK_LOGITS = 2048
+
+
+def block_sizes(num_experts: int) -> dict[str, int]:
+    """Rows and (padded) experts of one program's block of logits."""
+    block_e = triton.next_power_of_2(num_experts)
+    return {"BLOCK_N": max(BLOCK_LOGITS // block_e, 1), "BLOCK_E": block_e}
+
+
+@triton.jit
+def load_logits(logits_ptr, offs_n, num_rows, num_experts, stride_n, stride_e, BLOCK_E: tl.constexpr):
+    """Logits (BLOCK_N, BLOCK_E) in fp32, −inf past the experts."""
+    offs_e = tl.arange(0, BLOCK_E)
+    ptrs = logits_ptr + offs_n.to(tl.int64)[:, None] * stride_n + offs_e.to(tl.int64)[None, :] * stride_e
+    mask_e = (offs_e < num_experts)[None, :]
+    logits = tl.load(ptrs, mask=(offs_n < num_rows)[:, None] & mask_e, other=0.0).to(tl.float32)
+    return tl.where(mask_e, logits, -float("inf"))
+
+
+@triton.jit
+def scores_of(logits, num_experts, IS_SOFTMAX: tl.constexpr, BLOCK_E: tl.constexpr):
+    """exp(logits − row maximum) or sigmoid(logits); 0 past the experts, also in a row without a finite logit."""
+    scores = tl.exp(logits - tl.max(logits, 1)[:, None]) if IS_SOFTMAX else 1.0 / (1.0 + tl.exp(-logits))
+    return tl.where((tl.arange(0, BLOCK_E) < num_experts)[None, :], scores, 0.0)
+
+
+@triton.jit
+def divisor(scores, IS_SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr):
+    """What divides a row's scores: their sum, or 1 for sigmoid scores that stay as they are; 1 where all are 0."""
+    total = tl.sum(scores, 1)
+    if not IS_SOFTMAX and not RENORMALIZE:
+        total = tl.full(total.shape, 1.0, tl.float32)
+    return tl.where(total == 0.0, 1.0, total)

@@ -1,0 +1,85 @@
+"""The golden table: what each kernel of the matrix took when it was last looked at, so that a change is seen.
+
+    python -m tests.compile.golden        measures all of them (minutes) and writes golden.csv
+
+With the Triton release that wrote a row, a kernel must take exactly what the row says. With another one it may take up
+to a quarter and 16 registers more, other shared memory and spills within the budget; matrix instructions are the same.
+"""
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+
+from tests.compile.matrix import Case, cases, compile_case, measure
+from tests.compile.resources import Resources, over_budget
+
+TABLE = Path(__file__).with_name("golden.csv")
+COLUMNS = ("kernel", "options", "target", "dtype", "triton", "registers", "shared", "spills", "matrix")
+Key = tuple[str, str, str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a kernel took, and with which Triton."""
+
+    triton: str
+    registers: int
+    shared: int
+    spills: int
+    matrix: str
+
+
+def row_of(used: Resources) -> Row:
+    """The row for a kernel compiled just now."""
+    return Row(triton.__version__, used.registers, used.shared, used.spills, " ".join(used.matrix))
+
+
+def read() -> dict[Key, Row]:
+    """The table, by kernel, options, target and dtype."""
+    with TABLE.open(newline="") as file:
+        return {
+            (line["kernel"], line["options"], line["target"], line["dtype"]): Row(
+                line["triton"], int(line["registers"]), int(line["shared"]), int(line["spills"]), line["matrix"]
+            )
+            for line in csv.DictReader(file)
+        }
+
+
+def differences(now: Row, golden: Row) -> list[str]:
+    """In what `now` is not what the table says, within the slack for other releases of Triton."""
+    same_triton = now.triton == golden.triton
+    most = golden.registers if same_triton else golden.registers * 5 // 4 + 16
+    wrong = []
+    if now.registers > most or (same_triton and now.registers != golden.registers):
+        wrong.append(f"{now.registers} registers, golden {golden.registers}")
+    if same_triton and now.shared != golden.shared:
+        wrong.append(f"{now.shared} bytes of shared memory, golden {golden.shared}")
+    if same_triton and now.spills != golden.spills:
+        wrong.append(f"{now.spills} spilled, golden {golden.spills}")
+    if now.matrix != golden.matrix:
+        wrong.append(f"matrix instructions {now.matrix or 'none'}, golden {golden.matrix or 'none'}")
+    return wrong
+
+
+def is_gemm_16bit(case: Case) -> bool:
+    """Whether the case's kernel must use the 16-bit matrix units."""
+    return case.tile is not None and case.dtype != "fp32"
+
+
+def main() -> None:
+    """Measure and write; say what is over its budget, which the table records but the tests refuse."""
+    with TABLE.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for case in cases():
+            used = measure(compile_case(case), case.arch)
+            row = row_of(used)
+            writer.writerow((*case.key, row.triton, row.registers, row.shared, row.spills, row.matrix))
+            complaint = "; ".join(over_budget(used, case.arch, is_gemm_16bit(case)))
+            print(*case.key, row.registers, "registers", row.shared, "shared", complaint or "good", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Every op of ops/schema.py has what an op must have; every tile fits; public functions are described."""
+
+import ast
+import inspect
+import re
+
+import pytest
+import torch
+
+import fusedce
+from fusedce import functional
+from fusedce.arch import ARCHS
+from fusedce.configs import STAGES, GemmTile, fits, tile_for
+from tests.house.source import functions, parameters, paths, read
+
+NAMES = sorted(n.removeprefix("fusedce::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("fusedce::"))
+# A composite op is made of others, for every backend at once.
+COMPOSITE = {
+    n for n in NAMES if torch._C._dispatch_has_kernel_for_dispatch_key(f"fusedce::{n}", "CompositeImplicitAutograd")
+}
+# Stages whose kernels hold two output tiles at once: gate and up.
+ACCUMULATORS = {"moe_gate_up": 2, "moe_act_bwd": 2}
+
+
+def test_the_ops_are_known() -> None:
+    expected = {"linear_ce", "linear_logprob", "moe_route", "moe_plan", "moe_experts", "moe_dispatch", "moe_combine"}
+    assert expected.issubset(NAMES)
+    assert set(NAMES) > COMPOSITE
+
+
+@pytest.mark.parametrize("package", ["eager", "triton"])
+@pytest.mark.parametrize("op", [n for n in NAMES if n not in COMPOSITE])
+def test_backend_has_the_op_with_the_schema_s_arguments(package: str, op: str) -> None:
+    schema = [a.name for a in getattr(torch.ops.fusedce, op).default._schema.arguments if a.name != "backend"]
+    found = [
+        f for path in paths() if path.startswith(f"fusedce/{package}/") for f in functions(read(path)) if f.name == op
+    ]
+    assert len(found) == 1, f"fusedce.{package} has {len(found)} functions called {op}"
+    assert parameters(found[0]) == schema
+    assert op in exported(f"fusedce/{package}/__init__.py")
+
+
+def exported(path: str) -> list[str]:
+    """The names in a module's __all__, without importing it."""
+    (names,) = [
+        ast.literal_eval(node.value)
+        for node in ast.parse(read(path)).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    return names
+
+
+@pytest.mark.parametrize("op", NAMES)
+def test_op_is_opchecked(op: str) -> None:
+    """A backward is checked as part of its op: opcheck runs it under AOTAutograd and compares its fake."""
+    forward = op.removesuffix("_backward")
+    tests = [read(path) for path in paths() if path.startswith("tests/") and "house" not in path]
+    assert any("opcheck(" in text and re.search(rf"\b{forward}\b", text) for text in tests)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
+@pytest.mark.parametrize("stage", STAGES)
+def test_tile_fits(stage: str, arch, itemsize: int) -> None:
+    assert fits(tile_for(stage, arch, itemsize), arch, itemsize, ACCUMULATORS.get(stage, 1)) is None
+
+
+def test_a_tile_that_does_not_fit_is_told() -> None:
+    arch = ARCHS["gfx942"]
+    assert "threads" in fits(GemmTile(64, 64, 32, num_warps=32, num_stages=1), arch, 2)
+    assert "shared" in fits(GemmTile(256, 256, 64, num_warps=8, num_stages=2), arch, 2)
+    assert "accumulators" in fits(GemmTile(256, 256, 16, num_warps=4, num_stages=1), arch, 2)
+
+
+@pytest.mark.parametrize("name", [n for n in functional.__all__ if inspect.isfunction(getattr(functional, n))])
+def test_public_function_is_described(name: str) -> None:
+    function = getattr(functional, name)
+    text = inspect.getdoc(function) or ""
+    for argument in inspect.signature(function).parameters:
+        assert re.search(rf"\b{argument}\b", text), f"{name}: argument {argument} is not described"
+    for word in ("Args:", "Returns:", "Raises", "emory", "etermini"):
+        assert word in text, f"{name}: the docstring says nothing of {word!r}"
+    assert re.search(r"\([A-Z.][^)]*\)", text), f"{name}: no shape"
+
+
+@pytest.mark.parametrize("name", fusedce.__all__)
+def test_public_name_has_a_docstring(name: str) -> None:
+    assert name == "__version__" or inspect.getdoc(getattr(fusedce, name))

@@ -1,0 +1,127 @@
+"""The wheel with and without the extension, as pip builds it, and what the built module says and refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.native.wheels import Build, build, pip_wheel
+
+pytestmark = pytest.mark.native
+
+CALL = """
+import torch, fusedce._C
+rows, one = torch.zeros(2, 3), torch.zeros(2)
+try:
+    torch.ops.fusedce_native.logprob_rows(rows, one.long(), None, -100, 1.0, 0.0, one, one, one, torch.zeros(2, 2))
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+def test_the_wheel_holds_the_extension(native_build: Build) -> None:
+    assert "none-any" not in native_build.wheel.name
+    assert len(list((native_build.unpacked / "fusedce").glob("_C.*.so"))) == 1
+    assert not list(native_build.unpacked.rglob("*.cu")), "sources belong into the source archive"
+
+
+def test_max_jobs_and_ninja_are_used(native_build: Build) -> None:
+    assert "-gencode=arch=compute_90a,code=compute_90a" in native_build.printed
+    assert "[1/2]" in native_build.printed
+
+
+def test_build_info_tells_what_was_built(native_build: Build) -> None:
+    info = json.loads(native_build.python("import json; from fusedce import hip; print(json.dumps(hip.build_info()))"))
+    assert info["vendor"] == "nvidia" and info["compiler"].startswith("nvcc ")
+    assert info["archs"] == ["sm_80", "sm_90a", "compute_90a"]
+    assert info["torch"] == torch.__version__
+    assert info["wave_size"] == 32
+
+
+def test_tile_table_holds_the_constants_of_the_sources(native_build: Build) -> None:
+    table = json.loads(
+        native_build.python("import json, torch; from fusedce import _C; print(json.dumps(_C.tile_table()))")
+    )
+    assert set(table) == {"linear_ce_rows"}
+    source = Path("csrc/kernels/linear_ce_rows.cu").read_text()
+    assert f"kThreads = {table['linear_ce_rows']['threads']};" in source
+    assert f"kUnroll = {table['linear_ce_rows']['unroll']};" in source
+    assert table["linear_ce_rows"]["vector_width"] * 4 == 16, "one access moves 16 bytes"
+
+
+def test_the_ops_are_registered_for_cuda_alone(native_build: Build) -> None:
+    code = """
+import torch, fusedce._C
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+for op in ("logprob_rows", "d_logits_rows"):
+    print(op, *(has(f"fusedce_native::{op}", key) for key in ("CUDA", "CPU")))
+"""
+    assert native_build.python(code).splitlines() == ["logprob_rows True False", "d_logits_rows True False"]
+
+
+def test_outputs_are_declared_as_written(native_build: Build) -> None:
+    code = """
+import torch, fusedce._C
+for op in ("logprob_rows", "d_logits_rows"):
+    print(*(a.name for a in getattr(torch.ops.fusedce_native, op).default._schema.arguments if a.is_write))
+"""
+    assert native_build.python(code).splitlines() == ["logprob entropy lse normalizer", "d_logits"]
+
+
+def test_cpu_tensors_are_refused_by_name(native_build: Build) -> None:
+    message = native_build.python(CALL)
+    assert "fusedce_native::logprob_rows" in message and "'CPU' backend" in message
+
+
+def test_the_runtime_inside_is_hidden(native_build: Build) -> None:
+    code = """
+import ctypes, torch, fusedce._C
+module = ctypes.CDLL(fusedce._C.__file__)
+print(hasattr(module, "PyInit__C"), hasattr(module, "cudaLaunchKernel"))
+"""
+    assert native_build.python(code) == "True False"
+
+
+def test_without_a_gpu_the_backend_says_so(native_build: Build) -> None:
+    code = "import torch; torch.cuda.is_available = lambda: False; from fusedce import hip; print(hip.unavailable())"
+    assert native_build.python(code) == "torch sees no GPU"
+
+
+def test_an_extension_of_another_torch_is_not_used(native_build: Build) -> None:
+    code = "import torch; torch.__version__ = '2.99'; from fusedce import hip; print(hip.unavailable())"
+    reason = native_build.python(code)
+    assert "was built with torch" in reason and "not 2.99" in reason and "FUSEDCE_BUILD_EXT=1" in reason
+
+
+def test_0_builds_pure_python(tmp_path: Path) -> None:
+    made = build(tmp_path, FUSEDCE_BUILD_EXT="0")
+    assert made.wheel.name.endswith("-py3-none-any.whl")
+    assert (made.unpacked / "fusedce" / "py.typed").is_file()
+    reason = made.python("from fusedce import hip; print(hip.unavailable())")
+    assert "is not built" in reason and "FUSEDCE_BUILD_EXT=1 pip install --no-build-isolation" in reason
+
+
+def test_auto_without_a_compiler_installs_and_says_why(tmp_path: Path) -> None:
+    made = build(tmp_path, CUDA_HOME="", CUDA_PATH="", PATH=path_without_compilers(tmp_path))
+    assert made.wheel.name.endswith("-py3-none-any.whl")
+    assert "fusedce: no native extension: " in made.printed
+
+
+def test_1_without_a_compiler_fails_and_says_why(tmp_path: Path) -> None:
+    variables = {"CUDA_HOME": "", "CUDA_PATH": "", "PATH": path_without_compilers(tmp_path)}
+    done = pip_wheel(tmp_path, FUSEDCE_BUILD_EXT="1", **variables)
+    assert done.returncode != 0
+    assert "the native extension cannot be built: there is no nvcc in CUDA_HOME, CUDA_PATH or PATH" in done.stdout
+
+
+def test_another_word_is_refused(tmp_path: Path) -> None:
+    done = pip_wheel(tmp_path, FUSEDCE_BUILD_EXT="yes")
+    assert done.returncode != 0
+    assert "FUSEDCE_BUILD_EXT is 'yes'; expected auto, 0 or 1" in done.stdout
+
+
+def path_without_compilers(folder: Path) -> str:
+    empty = folder / "bin"
+    empty.mkdir()
+    return str(empty)

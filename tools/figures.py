@@ -1,0 +1,84 @@
+"""Write the README's measured section from bench/results/*.csv, and nothing else. Standard library only.
+
+    python tools/figures.py            rewrites README.md
+    python tools/figures.py --check    fails if README.md is not what the rows say
+
+A table an op and GPU, a line a case, mode and metric, a column a provider: the median (p50), in the row's unit. Where a
+case was measured more than once, the latest date counts.
+"""
+
+import argparse
+import csv
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+BEGIN = "<!-- figures: written by `make figures` from bench/results/*.csv -->\n"
+END = "<!-- end of figures -->"
+Row = dict[str, str]
+
+
+def main() -> None:
+    """Write, or compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if README.md is out of date")
+    check = parser.parse_args().check
+    before = README.read_text(encoding="utf-8")
+    after = with_figures(before, section(read_rows(ROOT / "bench" / "results")))
+    if check and before != after:
+        sys.exit("README.md does not show the rows of bench/results; `make figures` writes them")
+    if not check:
+        README.write_text(after, encoding="utf-8")
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """All rows of all files, by date."""
+    rows = []
+    for path in sorted(folder.glob("*.csv")):
+        with path.open(newline="", encoding="utf-8") as file:
+            rows += list(csv.DictReader(file))
+    return sorted(rows, key=lambda row: row["date"])
+
+
+def with_figures(readme: str, figures: str) -> str:
+    """The README with its section replaced."""
+    head, _, rest = readme.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}{figures}{END}{tail}"
+
+
+def section(rows: list[Row]) -> str:
+    """The text between the marks."""
+    if not rows:
+        return "No row in bench/results yet.\n"
+    tables: dict[tuple[str, str, str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        tables[row["op"], row["gpu"], row["torch"], row["triton"]].append(row)
+    parts = []
+    for (op, gpu, torch, triton), members in sorted(tables.items()):
+        parts.append(f"**{op}** on {gpu}, torch {torch}, Triton {triton}; medians\n\n{table(members)}")
+    return "\n".join(parts)
+
+
+def table(rows: list[Row]) -> str:
+    """One table in Markdown."""
+    providers = sorted({row["provider"] for row in rows}, key=lambda name: (not name.startswith("fusedce"), name))
+    cells: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
+    for row in rows:
+        cells[row["case"], row["mode"], f"{row['metric']}, {row['unit']}"][row["provider"]] = row["p50"]
+    lines = [f"| case | mode | metric | {' | '.join(providers)} |", "|---|---|---|" + "---:|" * len(providers)]
+    for (case, mode, metric), values in cells.items():
+        shown = " | ".join(number(values[name]) if name in values else "" for name in providers)
+        lines.append(f"| {case} | {mode} | {metric} | {shown} |")
+    return "\n".join(lines) + "\n"
+
+
+def number(text: str) -> str:
+    """Four significant digits at most."""
+    return f"{float(text):.4g}"
+
+
+if __name__ == "__main__":
+    main()

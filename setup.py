@@ -60,8 +60,14 @@ class Toolkit:
             return [f"-L{Path(self.compiler).resolve().parents[1]}/lib", "-lamdhip64"]
         plan = _output([self.compiler, "-dryrun", "-x", "cu", os.devnull, "-o", os.devnull])
         libraries = re.search(r"^#\$ LIBRARIES=(.+)$", plan, re.MULTILINE)
-        folders = shlex.split(libraries[1]) if libraries else []
-        return [*folders, "-Wl,--exclude-libs,libcudart_static.a", "-lcudart_static", "-lrt", "-lpthread", "-ldl"]
+        return [
+            *shlex.split(libraries[1] if libraries else ""),
+            "-Wl,--exclude-libs,libcudart_static.a",
+            "-lcudart_static",
+            "-lrt",
+            "-lpthread",
+            "-ldl",
+        ]
 
 
 def _output(command: list[str]) -> str:

@@ -1,8 +1,8 @@
 """How a benchmark runs: correct first, then interleaved rounds; one CSV row a figure.
 
-Every provider gets the same inputs. A round runs each provider once, so that clocks and temperature are shared; the figure
-is the median over the rounds. Peak memory is what is allocated beside the inputs and the gradients. A provider that fails,
-or whose result is wrong, is reported and gets no row.
+Every provider gets the same inputs. A round runs each provider once, so that clocks and temperature are shared; the
+figure is the median over the rounds. Peak memory is what is allocated beside the inputs and the gradients. A provider
+that fails, or whose result is wrong, is reported and gets no row.
 """
 
 import csv
@@ -58,7 +58,9 @@ def environment(device: str) -> dict[str, str]:
         triton_version = triton.__version__
     except ImportError:
         triton_version = "none"
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False).stdout
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout
     return {
         "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -109,7 +111,8 @@ def peak_gib(run: Callable[[], object], device: str, gradient_bytes: int) -> flo
 
 
 def usable(providers: list[Provider], gold: Tensor, tolerance: float) -> list[Provider]:
-    """The providers that run and come within `tolerance` of `gold`, relative, in the norm; the others with their reason."""
+    """The providers that run and come within `tolerance` of `gold`, relative, in the norm; the others with their
+    reason."""
     good = []
     for provider in providers:
         try:
@@ -126,7 +129,13 @@ def usable(providers: list[Provider], gold: Tensor, tolerance: float) -> list[Pr
 
 
 def rows_of(
-    times: dict[str, list[float]], where: dict[str, str], op: str, case: str, mode: str, metric: str = "time", unit: str = "ms"
+    times: dict[str, list[float]],
+    where: dict[str, str],
+    op: str,
+    case: str,
+    mode: str,
+    metric: str = "time",
+    unit: str = "ms",
 ) -> list[Row]:
     """One row a provider: the 20th, 50th and 80th percentile."""
     rows = []
@@ -134,7 +143,9 @@ def rows_of(
         ordered = sorted(values)
         p20, p80 = ordered[len(ordered) // 5], ordered[-1 - len(ordered) // 5]
         p50 = statistics.median(ordered)
-        rows.append(Row(op, name, case, mode, metric, unit, *(round(v, 4) for v in (p20, p50, p80)), len(ordered), **where))
+        rows.append(
+            Row(op, name, case, mode, metric, unit, *(round(v, 4) for v in (p20, p50, p80)), len(ordered), **where)
+        )
         print(f"  {op} {case} {mode} {name:16s} {metric} {p50:10.3f} {unit}", flush=True)
     return rows
 

@@ -117,7 +117,8 @@ def bench(case: str, device: str, rounds: int) -> list:  # type: ignore[type-arg
     found = losses(device)
     for provider, loss in found.items():
         with torch.no_grad():
-            print(f"  {provider}: loss of {head.stop} rows off by {(loss(hidden[head], weight, target[head]) - gold_loss).item():.1e}")
+            off = loss(hidden[head], weight, target[head]) - gold_loss
+            print(f"  {provider}: loss of {head.stop} rows off by {off.item():.1e}")
     leaf = part.requires_grad_()
     F.cross_entropy(leaf @ weight.detach().double().t(), target[head], reduction="sum").backward()
     providers = usable([Provider(n, whole(loss)) for n, loss in found.items()], leaf.grad, 2e-2)

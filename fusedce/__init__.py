@@ -1,4 +1,5 @@
-"""Kernels for long-sequence mixture-of-experts RL training, as PyTorch ops. Importing registers `torch.ops.fusedce.*`."""
+"""Kernels for long-sequence mixture-of-experts RL training, as PyTorch ops. Importing registers
+`torch.ops.fusedce.*`."""
 
 from fusedce import nn, ops
 from fusedce.flags import check_flags

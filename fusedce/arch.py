@@ -1,6 +1,10 @@
 """What the kernels need to know of a machine: one frozen row per architecture, from a name or from a device."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def amd_arch(gcn_name: str) -> Arch:
     return ARCHS.get(gcn_name.split(":")[0], ARCHS["generic"])
 
 
-def of_device(device) -> Arch:
+def of_device(device: "torch.device | str") -> Arch:
     """The row for a torch device. A CPU gets "generic".
 
     ROCm answers get_device_capability() with (9, 4) on MI300X, which reads as Hopper: the vendor is asked first.

@@ -1,4 +1,5 @@
-"""Argument checks with one form of message, in front of every op. All of them are shape and dtype checks: no device sync."""
+"""Argument checks with one form of message, in front of every op. All of them are shape and dtype checks: no device
+sync."""
 
 import math
 from collections.abc import Sequence
@@ -43,7 +44,8 @@ def is_distributed(value: Tensor) -> bool:
 
 
 def shape(op: str, argument: str, value: Tensor, expected: Sequence[int | None], letters: str) -> None:
-    """ValueError unless `value` has the sizes `expected`; None there takes any size. letters: "(N, D)", for the message."""
+    """ValueError unless `value` has the sizes `expected`; None there takes any size. letters: "(N, D)", for the
+    message."""
     sizes = tuple(value.shape)
     if len(sizes) != len(expected) or any(e is not None and e != s for s, e in zip(sizes, expected, strict=False)):
         want = ", ".join("any" if e is None else str(e) for e in expected)

@@ -1,7 +1,7 @@
 """What every GPU backend of linear cross-entropy does around its logits kernel: chunks of rows and two plain GEMMs.
 
-With d_logits of a chunk in a buffer of chunk × V, d_hidden = d_logits · weight and d_weight += d_logitsᵀ · hidden are GEMMs
-that a vendor library runs at its full rate. The buffer is all of [tokens × vocab] that ever exists.
+With d_logits of a chunk in a buffer of chunk × V, d_hidden = d_logits · weight and d_weight += d_logitsᵀ · hidden are
+GEMMs that a vendor library runs at its full rate. The buffer is all of [tokens × vocab] that ever exists.
 """
 
 import math
@@ -16,7 +16,8 @@ ROW_MULTIPLE = 128
 
 
 def row_chunks(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Balanced (start, stop) ranges over the rows, each within `env.workspace_bytes()`, multiples of 128 rows but the last.
+    """Balanced (start, stop) ranges over the rows, each within `env.workspace_bytes()`, multiples of 128 rows but the
+    last.
 
     row_bytes: workspace bytes a row takes.
     """
@@ -31,8 +32,8 @@ def row_chunks(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
 def batch_scale(*upstream: Tensor) -> Tensor:
     """The power of two, at least the largest finite |upstream gradient|, by which d_logits is divided while in 16 bits.
 
-    A mean over 65,536 tokens makes gradients of 1.5e-5, times p of 1e-5: below what fp16 can hold. Divided, they are of the
-    order of p; multiplied back in fp32 or by exponent alone, nothing is rounded twice. () fp32.
+    A mean over 65,536 tokens makes gradients of 1.5e-5, times p of 1e-5: below what fp16 can hold. Divided, they are of
+    the order of p; multiplied back in fp32 or by exponent alone, nothing is rounded twice. () fp32.
     """
     finite = torch.stack([torch.where(g.isfinite(), g.abs(), 0.0) for g in upstream])
     largest = finite.amax() if finite.numel() else finite.new_zeros(())
@@ -50,9 +51,10 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d_hidden (N,D), d_weight (V,D), d_bias (V,) from a function that fills d_logits / scale of rows [start, stop).
 
-    fill_d_logits(start, stop, out): writes all of out (stop - start, V), in hidden's dtype. kept: (N,) bool, the rows that
-    take part; the others may hold NaN or inf, which 0 · NaN would carry into d_weight, so they are read as 0. d_weight and d_bias are summed
-    over the chunks in fp32. Gradients that `mask` does not want come back with no elements, and their GEMM is not run.
+    fill_d_logits(start, stop, out): writes all of out (stop - start, V), in hidden's dtype. kept: (N,) bool, the rows
+    that take part; the others may hold NaN or inf, which 0 · NaN would carry into d_weight, so they are read as 0.
+    d_weight and d_bias are summed over the chunks in fp32. Gradients that `mask` does not want come back with no
+    elements, and their GEMM is not run.
     """
     d_hidden = hidden.new_empty(hidden.shape if mask[0] else (0,))
     d_weight = weight.new_zeros(weight.shape if mask[1] else (0,), dtype=torch.float32)

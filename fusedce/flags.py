@@ -1,9 +1,9 @@
 """Bad values found on the device, reported without a sync.
 
 A kernel cannot raise. So what it must not accept (a label outside the vocabulary, an expert id outside the experts) is
-searched on the device, and the first bad row and value are copied into pinned host memory, asynchronously. The host looks
-there, without waiting, at the start of every later call, and `check_flags()` waits and looks. Meanwhile the row's results
-are NaN, so nothing plausible comes out of it. On the CPU the error is raised at once.
+searched on the device, and the first bad row and value are copied into pinned host memory, asynchronously. The host
+looks there, without waiting, at the start of every later call, and `check_flags()` waits and looks. Meanwhile the row's
+results are NaN, so nothing plausible comes out of it. On the CPU the error is raised at once.
 """
 
 import threading

@@ -9,8 +9,12 @@ import torch
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty returns NaN (or the largest integer), so that what a kernel forgets to write shows; warnings stay quiet."""
-    was_on, was_warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    """torch.empty returns NaN (or the largest integer), so that what a kernel forgets to write shows; warnings stay
+    quiet."""
+    was_on, was_warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield

@@ -54,7 +54,8 @@ def upstream(num_rows: int, kind: str, device: str) -> Tensor:
 
 
 def plain(case: Case, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, shift: int = 0):  # type: ignore[no-untyped-def]
-    """(logprob, entropy, lse) by plain torch in the inputs' dtype: the logits are rounded to it, the rest is at least fp32.
+    """(logprob, entropy, lse) by plain torch in the inputs' dtype: the logits are rounded to it, the rest is at least
+    fp32.
 
     shift: added to every target, for the bite of a target that is off by one.
     """
@@ -89,4 +90,6 @@ def with_gradients(run, tensors, grads) -> list[Tensor]:  # type: ignore[no-unty
 
 def in_fp64(tensors):  # type: ignore[no-untyped-def]
     """The same rounded inputs in fp64, on the CPU."""
-    return [t.cpu().double() if t is not None and t.is_floating_point() else t if t is None else t.cpu() for t in tensors]
+    return [
+        t.cpu().double() if t is not None and t.is_floating_point() else t if t is None else t.cpu() for t in tensors
+    ]

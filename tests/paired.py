@@ -19,9 +19,9 @@ def violation(out: Tensor, gold: Tensor, twin: Tensor) -> str | None:
 
     max|out − gold| ≤ 2·max|twin − gold| + 2 ulp·max|gold|, and the same, times 3 in place of 2, with the RMS of
     every row. A row that the twin hits
-    by luck is no standard: its error counts as at least the twin's largest relative row error; and a row that is small by
-    cancellation carries the rounding of what cancelled: its ulp is at least the median row's. NaN and infinities must be
-    exactly where gold has them.
+    by luck is no standard: its error counts as at least the twin's largest relative row error; and a row that is small
+    by cancellation carries the rounding of what cancelled: its ulp is at least the median row's. NaN and infinities
+    must be exactly where gold has them.
     """
     if out.shape != gold.shape:
         return f"shape {tuple(out.shape)}, expected {tuple(gold.shape)}"
@@ -53,7 +53,8 @@ def assert_close(out: Tensor, gold: Tensor, twin: Tensor, name: str = "result") 
 
 
 def assert_bites(gold: Tensor, twin: Tensor, name: str = "result") -> None:
-    """Fail unless the rule would catch: a result of zeros, one wrong row, a dropped tail, everything moved by one row."""
+    """Fail unless the rule would catch: a result of zeros, one wrong row, a dropped tail, everything moved by one
+    row."""
     good = gold.to(twin.dtype)
     assert_close(good, gold, twin, f"{name} (gold itself)")
     for what, bad in _spoiled(good):

@@ -115,14 +115,16 @@ def test_no_rows_and_no_row_that_counts(rows: int, place: Place) -> None:
 
 
 def test_ignored_rows_may_hold_anything(place: Place) -> None:
-    hidden, weight, target, _ = Case(40, 70, 16).inputs(place.device)
+    case, ones = Case(40, 70, 16), [torch.ones(40, device=place.device)] * 3
+    hidden, weight, target, _ = case.inputs(place.device)
     target[3] = IGNORE
-    expected = with_gradients(lambda h, w, y: ours(Case(0, 0, 0), place.backend, h, w, y, None), (hidden, weight, target),
-                              [torch.ones(40, device=place.device)] * 3)  # fmt: skip
+
+    def run(hidden, weight, target):  # type: ignore[no-untyped-def]
+        return ours(case, place.backend, hidden, weight, target, None)
+
+    expected = with_gradients(run, (hidden, weight, target), ones)
     hidden[3, 0], hidden[3, 1] = math.nan, math.inf
-    out = with_gradients(lambda h, w, y: ours(Case(0, 0, 0), place.backend, h, w, y, None), (hidden, weight, target),
-                         [torch.ones(40, device=place.device)] * 3)  # fmt: skip
-    for name, o, e in zip(NAMES, out, expected, strict=False):
+    for name, o, e in zip(NAMES, with_gradients(run, (hidden, weight, target), ones), expected, strict=False):
         assert torch.equal(o, e), name
 
 
@@ -133,7 +135,6 @@ def test_repeats_are_bitwise_equal(place: Place) -> None:
     for _ in range(3):
         again = with_gradients(lambda *t: ours(case, place.backend, *t), tensors, grads)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
 
 
 @pytest.mark.parametrize("chunk_mb", ["1", "4"])

@@ -56,7 +56,9 @@ def test_ml_cross_entropy_14_many_rows_few_words(place: Place) -> None:
     one = [torch.ones((), device=place.device)]
     out = with_gradients(lambda h, w, y, b: [ce(place, h, w, y)], tensors, one)
     twin = with_gradients(lambda h, w, y, b: [F.cross_entropy((h @ w.t()).float(), y)], tensors, one)
-    gold = with_gradients(lambda h, w, y, b: [F.cross_entropy(h @ w.t(), y)], in_fp64(tensors), [torch.ones(()).double()])
+    gold = with_gradients(
+        lambda h, w, y, b: [F.cross_entropy(h @ w.t(), y)], in_fp64(tensors), [torch.ones(()).double()]
+    )
     for o, g, t in zip(out, gold, twin, strict=True):
         assert_close(o, g, t)
 
@@ -163,7 +165,8 @@ def test_liger_1432_logits_are_not_rounded(place: Place) -> None:
 
 
 def test_unsloth_8261_micro_batches_sum_to_the_batch(place: Place) -> None:
-    """LC-A14: three components each divided by the token count. A sum over micro-batches, divided once, is the batch's."""
+    """LC-A14: three components each divided by the token count. A sum over micro-batches, divided once, is the
+    batch's."""
     hidden, weight, target, _ = Case(64, 50, 8).inputs(place.device)
     count = (target != IGNORE).sum()
     whole = ce(place, hidden, weight, target)

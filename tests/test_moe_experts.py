@@ -77,9 +77,8 @@ def test_mo_a02_an_expert_without_rows_gets_gradients_of_exactly_zero(place: Pla
     case = Case(sum(splits), 40, 24, 6, 1)
     *tensors, _ = case.inputs(place.device)
     for _ in range(3):  # MO-A03: the second step finds what the first left in memory
-        out = with_gradients(
-            lambda *t: ours(place.backend, *t), (*tensors, index), [upstream(case, "random", place.device)]
-        )
+        grads = [upstream(case, "random", place.device)]
+        out = with_gradients(lambda *t: ours(place.backend, *t), (*tensors, index), grads)
         assert all(t.isfinite().all() for t in out)
         for gradient in out[2:4]:
             assert [bool(g.any()) for g in gradient] == [count > 0 for count in splits]

@@ -1,7 +1,8 @@
 """The tiles of every kernel stage, one table per architecture. A choice between machines is a row here.
 
-Stages: linear_ce_fwd (logits tile, online log-sum-exp), linear_ce_dlogits (logits tile, its gradient), moe_gate_up (two
-accumulators), moe_rows (down projection and d_hidden), moe_act_bwd (gradient of the activation), moe_wgrad (weights).
+Stages: linear_ce_fwd (logits tile, online log-sum-exp), linear_ce_dlogits (logits tile, its gradient), both again with
+a softcap, whose epilogue needs more registers; moe_gate_up (two accumulators), moe_rows (down projection and d_hidden),
+moe_act_bwd (gradient of the activation), moe_wgrad (weights).
 """
 
 from fusedce.arch import Arch
@@ -10,30 +11,22 @@ from fusedce.configs.tiles import GemmTile
 _GEMM = GemmTile(128, 256, 64, num_warps=8, num_stages=3)
 _SM_90 = {
     "linear_ce_fwd": _GEMM,
+    "linear_ce_fwd_softcap": GemmTile(128, 128, 64, num_warps=8, num_stages=4),
     "linear_ce_dlogits": _GEMM,
+    "linear_ce_dlogits_softcap": GemmTile(128, 128, 64, num_warps=8, num_stages=4),
     "moe_gate_up": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
     "moe_rows": _GEMM,
     # SwiGLU's backward holds five tiles at once: twice as wide spills.
     "moe_act_bwd": GemmTile(128, 64, 64, num_warps=8, num_stages=3),
     "moe_wgrad": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
 }
-_SM_80 = {
-    stage: GemmTile(128, 128, 32, num_warps=8, num_stages=3)
-    for stage in _SM_90
-} | {
-    stage: GemmTile(128, 64, 32, num_warps=8, num_stages=3)
-    for stage in ("moe_gate_up", "moe_act_bwd")
+_SM_80 = {stage: GemmTile(128, 128, 32, num_warps=8, num_stages=3) for stage in _SM_90} | {
+    stage: GemmTile(128, 64, 32, num_warps=8, num_stages=3) for stage in ("moe_gate_up", "moe_act_bwd")
 }
 # 128×256×64 at 8 wavefronts is the largest tile without spills once an epilogue is there (bench/notes/amd_tiles.md);
 # two stages are one buffer of LDS for the compiler, and 16×16 MFMA leaves more registers than 32×32.
-_GFX942 = {
-    stage: GemmTile(128, 128, 64, num_warps=8, num_stages=2, matrix_instr=16)
-    for stage in _SM_90
-}
-_GENERIC = {
-    stage: GemmTile(64, 64, 32, num_warps=4, num_stages=2)
-    for stage in _SM_90
-}
+_GFX942 = {stage: GemmTile(128, 128, 64, num_warps=8, num_stages=2, matrix_instr=16) for stage in _SM_90}
+_GENERIC = {stage: GemmTile(64, 64, 32, num_warps=4, num_stages=2) for stage in _SM_90}
 
 STAGES = tuple(_SM_90)
 TABLES = {

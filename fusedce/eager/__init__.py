@@ -1,4 +1,5 @@
-"""The plain-torch twin of every op: the CPU implementation, the gold of the tests in fp64, a baseline of the benchmarks."""
+"""The plain-torch twin of every op: the CPU implementation, the gold of the tests in fp64, a baseline of the
+benchmarks."""
 
 from fusedce.eager.linear_ce import linear_logprob, linear_logprob_backward
 from fusedce.eager.moe import (

@@ -15,8 +15,8 @@ def linear_logprob(
     temperature: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-prob of the target, entropy and log-sum-exp of softmax(cap(hidden·weightᵀ + bias) / temperature), per row, and
-    the normalizer (N,2): maximum m and log Σ e^(z−m).
+    """Log-prob of the target, entropy and log-sum-exp of softmax(cap(hidden·weightᵀ + bias) / temperature), per row,
+    and the normalizer (N,2): maximum m and log Σ e^(z−m).
     """
     dtype = _accumulate_dtype(hidden)
     logprob, entropy, lse = (hidden.new_zeros(hidden.shape[0], dtype=dtype) for _ in range(3))

@@ -37,7 +37,8 @@ def linear_logprob(
     lse = log Σ_j exp z_j; logprob = z_target − lse; entropy = lse − Σ_j softmax(z)_j · z_j (nats).
 
     Args:
-        hidden: (..., D) fp32, bf16 or fp16 (fp64 on the eager backend). Any strides; rows are read, never kept as a copy
+        hidden: (..., D) fp32, bf16 or fp16 (fp64 on the eager backend). Any strides; rows are read, never kept as a
+        copy
             unless their last dimension is strided.
         weight: (V, D), hidden's dtype. Under torch.autocast both are cast to its dtype first.
         target: (...) int64, in [0, V) or `ignore_index`.
@@ -46,8 +47,10 @@ def linear_logprob(
         softcap: above 0, or None for none.
         ignore_index: the target of rows that take no part: their three results are 0, their gradients exactly 0, and a
             backend may leave their work out.
-        check: what happens to a target out of range. On a CPU: ValueError at once. On a GPU "auto" makes the row NaN and
-            raises at a later call or in `fusedce.check_flags()`, without a sync; "sync" waits for the GPU and raises here.
+        check: what happens to a target out of range. On a CPU: ValueError at once. On a GPU "auto" makes the row NaN
+        and
+            raises at a later call or in `fusedce.check_flags()`, without a sync; "sync" waits for the GPU and raises
+            here.
         backend: "auto", "eager", "triton" or "native"; `fusedce.explain()` says what "auto" takes and why.
 
     Returns:
@@ -59,8 +62,8 @@ def linear_logprob(
         RuntimeError: a named backend that cannot run here, with the reason.
 
     Memory: forward 20·N bytes and the partial sums; backward beside the gradients one chunk of d_logits, at most
-    FUSEDCE_WORKSPACE_MB (default 768 MiB), and 4·V·D bytes for d_weight in fp32. Work: 2·N·D·V FLOP forward, three times
-    that backward. Deterministic: the same inputs give the same bits, forward and backward.
+    FUSEDCE_WORKSPACE_MB (default 768 MiB), and 4·V·D bytes for d_weight in fp32. Work: 2·N·D·V FLOP forward, three
+    times that backward. Deterministic: the same inputs give the same bits, forward and backward.
     """
     op = "linear_logprob"
     hidden, weight, bias = autocast(hidden, weight, bias)
@@ -97,7 +100,8 @@ def linear_cross_entropy(
     check: str = "auto",
     backend: str = "auto",
 ) -> Tensor:
-    """Cross-entropy of a linear layer's outputs without the outputs: `cross_entropy(linear(input, linear_weight), target)`.
+    """Cross-entropy of a linear layer's outputs without the outputs: `cross_entropy(linear(input, linear_weight),
+    target)`.
 
     The arguments are those of `torch.nn.functional.linear_cross_entropy` (torch ≥ 2.13), then ours. Not a tensor of
     tokens × vocabulary exists at any time (the method: Liger Kernel's and Cut Cross-Entropy's chunked head,

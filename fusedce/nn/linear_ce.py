@@ -27,6 +27,8 @@ class LinearCrossEntropyLoss(nn.Module):
     determinism are those of `fusedce.linear_cross_entropy`.
     """
 
+    weight: Tensor | None
+
     def __init__(
         self,
         in_features: int,

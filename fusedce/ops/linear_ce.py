@@ -53,8 +53,10 @@ def _check_sizes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | 
     """What keeps a direct caller of `torch.ops` from reading out of bounds; the whole set is in `functional`."""
     torch._check_value(
         hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1],
-        lambda: f"fusedce.linear_logprob: hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} are not "
-        "(N, D) and (V, D)",
+        lambda: (
+            f"fusedce.linear_logprob: hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} are not "
+            "(N, D) and (V, D)"
+        ),
     )
     torch._check_value(weight.numel() > 0, lambda: f"fusedce.linear_logprob: weight {tuple(weight.shape)} is empty")
     torch._check_value(
@@ -76,8 +78,10 @@ def _check_sizes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | 
     tensors = (weight, target) if bias is None else (weight, target, bias)
     torch._check_value(
         all(t.device == hidden.device for t in tensors),
-        lambda: f"fusedce.linear_logprob: hidden is on {hidden.device}, the others on "
-        f"{', '.join(str(t.device) for t in tensors)}",
+        lambda: (
+            f"fusedce.linear_logprob: hidden is on {hidden.device}, the others on "
+            f"{', '.join(str(t.device) for t in tensors)}"
+        ),
     )
 
 
@@ -192,5 +196,7 @@ def _no_double_backward(ctx, *_):  # type: ignore[no-untyped-def]
     raise RuntimeError("fusedce.linear_logprob: double backward is not supported")
 
 
-torch.library.register_autograd(f"{NAMESPACE}::linear_logprob", _logprob_autograd, setup_context=_setup_context, lib=LIB)
+torch.library.register_autograd(
+    f"{NAMESPACE}::linear_logprob", _logprob_autograd, setup_context=_setup_context, lib=LIB
+)
 torch.library.register_autograd(f"{NAMESPACE}::linear_logprob_backward", _no_double_backward, lib=LIB)

@@ -1,7 +1,7 @@
 """Which backend runs an op, and why. The only place that decides it; nothing here is silent.
 
-A backend is a package with one function per op, all with the same signature: fusedce.eager, fusedce.triton, fusedce.hip.
-They are imported on first use, so that `import fusedce` needs neither a GPU nor Triton nor the extension.
+A backend is a package with one function per op, all with the same signature: fusedce.eager, fusedce.triton,
+fusedce.hip. They are imported on first use, so that `import fusedce` needs neither a GPU nor Triton nor the extension.
 """
 
 import functools
@@ -75,7 +75,7 @@ def choose(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> C
         return Choice(op, named, f"asked for ({asked})")
     if device.type == "cpu":
         return Choice(op, "eager", "the tensors are on the CPU")
-    passed = []
+    passed: list[str] = []
     for name in _candidates(op):
         reason = _why_not(op, name, device.type, dtype)
         if reason is None:
@@ -100,7 +100,9 @@ def _without_autocast(run: Callable, *arguments: object) -> object:
         return run(*arguments)
 
 
-def explain(op: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype = torch.bfloat16) -> str:
+def explain(
+    op: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype = torch.bfloat16
+) -> str:
     """Which backend runs each op on `device` and why, a line an op, with every backend that was passed over.
 
     op: one op's name, or None for all. device: default the current GPU, else the CPU.

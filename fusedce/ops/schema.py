@@ -19,8 +19,8 @@ LIB.define(
     "int ignore_index=-100, float temperature=1.0, float softcap=0.0, str backend='auto') -> Tensor"
 )
 # -> logprob (N,), entropy (N,), lse (N,); fp32; all three 0 where target == ignore_index;
-#    normalizer (N,2): the row's maximum and log Σ exp(z − maximum), for the backward. Their sum is lse, but where logits are
-#    large the sum has lost the smaller one.
+#    normalizer (N,2): the row's maximum and log Σ exp(z − maximum), for the backward. Their sum is lse, but where
+#    logits are large the sum has lost the smaller one.
 LIB.define(
     "linear_logprob(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, *, int ignore_index=-100, "
     "float temperature=1.0, float softcap=0.0, str backend='auto') "

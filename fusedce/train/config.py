@@ -37,8 +37,9 @@ class ModelConfig:
     """experts a token"""
     tied: bool = False
     """whether the head is the embedding"""
-    rope_theta: float = 10.0
-    """base of RoPE's wavelengths; small here, so that each of them turns within a short string"""
+    rope_theta: float = 10_000.0
+    learned_positions: int = 0
+    """tokens that get a learned position embedding beside RoPE; 0 for none, as in Qwen3"""
     norm_eps: float = 1e-6
     recompute: float = 1.0
     """fraction of the layers whose activations are computed again in the backward instead of kept"""
@@ -109,6 +110,8 @@ class GrpoConfig(TrainConfig):
     """optimizer steps for one batch of answers; above 1 the ratio to the sampling policy comes into play"""
     temperature: float = 1.0
     """of sampling, and of the log-probs in the loss"""
+    credit: Literal["token", "answer"] = "token"
+    """what a token is praised for: the reward from it on (process supervision), or that of the whole answer (GRPO)"""
     std_advantage: bool = False
     """divide a group's advantages by their standard deviation (GRPO) or not (Dr. GRPO)"""
     clip_low: float = 0.2
@@ -137,7 +140,7 @@ class SftConfig(TrainConfig):
     """sequences a step"""
     eval_batches: int = 4
     """held-out batches that are looked at"""
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(hidden_size=128, ffn_size=128, rope_theta=10_000.0))
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(hidden_size=128, ffn_size=128))
 
 
 MODES: dict[str, type[TrainConfig]] = {"grpo": GrpoConfig, "sft": SftConfig}
@@ -161,7 +164,7 @@ _AT_LEAST_1 = (
     "eval_batches hidden_size num_layers num_heads num_kv_heads head_dim ffn_size num_experts top_k"
 ).split()
 _AT_LEAST_0 = (
-    "vocab_size threads micro_batch warmup_steps seed weight_decay final_lr kl_coef entropy_coef clip_low clip_high".split()
+    "vocab_size learned_positions threads micro_batch warmup_steps seed weight_decay final_lr kl_coef entropy_coef clip_low clip_high".split()
 )
 _ABOVE_0 = "lr clip_norm temperature rope_theta norm_eps".split()
 

@@ -39,6 +39,9 @@ class GrpoTrainer(Trainer):
             sampler = self.generator("answers", self.device)
             answers = generate(self.model, prompts, config.length, config.temperature, sampler)
         rewards = tasks.rewards(answers, truth)
+        total = rewards.sum(1)
+        if config.credit == "answer":
+            rewards = torch.cat((torch.zeros_like(rewards[:, 1:]), total[:, None]), 1)
         batch = Batch(
             ids=torch.cat((prompts, answers), 1),
             mask=torch.ones_like(answers, dtype=torch.bool),
@@ -60,7 +63,7 @@ class GrpoTrainer(Trainer):
             loss, skipped = loss + part, skipped + skip
         means = (torch.cat((loss[None], sums)) / config.num_updates).tolist()
         return {
-            "reward": rewards.mean().item(),
+            "reward": total.mean().item(),
             "exact": tasks.exact(answers, truth).mean().item(),
             **dict(zip(("loss", "clipped", "kl", "entropy"), means, strict=True)),
             "grad_norm": norm,
@@ -115,7 +118,7 @@ class GrpoTrainer(Trainer):
 
 
 class Batch:
-    """Rows of prompt and answer (B,S), the answer's valid tokens (B,T), advantages (B,), and log-probs (B,T) or None."""
+    """Rows of prompt and answer (B,S), the answer's valid tokens (B,T), advantages (B,T), and log-probs (B,T) or None."""
 
     def __init__(
         self,

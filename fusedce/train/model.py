@@ -155,6 +155,10 @@ class LM(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         nn.init.normal_(self.embed.weight, std=INIT_STD)
+        self.positions = None
+        if config.learned_positions:
+            self.positions = nn.Embedding(config.learned_positions, config.hidden_size)
+            nn.init.normal_(self.positions.weight, std=INIT_STD)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = Head(config)
@@ -174,6 +178,8 @@ class LM(nn.Module):
         cos, sin = rope_table(seen + ids.shape[1], self.config, ids.device)
         rope = cos[seen:], sin[seen:]
         x = self.embed(ids)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(seen, seen + ids.shape[1], device=ids.device))
         for index, block in enumerate(self.layers):
             if caches is not None:
                 x = block(x, rope, caches[index])

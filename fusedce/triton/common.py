@@ -26,10 +26,11 @@ def dot(a, b, acc):
 
 @triton.jit
 def round_to(values, dtype: tl.constexpr):
-    """fp32 `values` in `dtype`, to nearest even. The interpreter cuts off what bf16 cannot hold: there, rounded by hand."""
+    """fp32 `values` in `dtype`, to nearest even. The interpreter would cut off what bf16 cannot hold (Triton 3.6 to
+    3.9)."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
-        nearest = (bits + (0x7FFF + ((bits >> 16) & 1))).to(tl.float32, bitcast=True)
+        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
         values = tl.where(values == values, nearest, values)
     return values.to(dtype)
 
@@ -45,7 +46,8 @@ def grouped_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
 
 def launch_options(tile: GemmTile, arch: Arch) -> dict[str, int]:
     """Keyword arguments of a launch (or of triton.compile) for this tile on this machine."""
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    # Said outright, because Triton 3.10 turns the default of fused multiply-add around, and with it the last bits.
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     if arch.vendor == "amd" and tile.matrix_instr:
         options["matrix_instr_nonkdim"] = tile.matrix_instr
     return options

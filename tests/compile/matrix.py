@@ -4,6 +4,7 @@ A file under fusedce/triton with a kernel (a @triton.jit function whose name end
 
     KERNEL                 that function
     STAGE                  its stage in fusedce.configs, or None for kernels that need no tile
+    STAGE_WITH_OPTIONS     where it differs, the stage with all options on
     signature(dtype)       argument name -> Triton type, for operands of "bf16", "fp16" or "fp32"; else "constexpr"
     constexprs(tile, …)    constant name -> value for a tile (None where STAGE is None)
     NUM_WARPS              for STAGE None, where it is not 4
@@ -63,7 +64,7 @@ class Case:
     @property
     def tile(self) -> GemmTile | None:
         """The tile that a launch on this GPU would take."""
-        stage = self.source.STAGE
+        stage = getattr(self.source, "STAGE_WITH_OPTIONS", self.source.STAGE) if self.options else self.source.STAGE
         return tile_for(stage, self.arch, ITEMSIZE[self.dtype]) if stage else None
 
 

@@ -1,14 +1,14 @@
-"""Triton's interpreter: kernels run in Python on CPU tensors. It must be chosen before Triton is imported, so this folder
-is a pytest run of its own.
+"""Triton's interpreter: kernels run in Python on CPU tensors. It must be chosen before Triton is imported, so this
+folder is a pytest run of its own.
 """
 
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import pytest  # noqa: E402
+import pytest
 
-from tests.conftest import Place  # noqa: E402
+from tests.conftest import Place
 
 
 @pytest.fixture

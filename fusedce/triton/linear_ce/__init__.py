@@ -1,4 +1,5 @@
-"""Linear cross-entropy in Triton: `forward` (logits tile, online log-sum-exp), `finish` (merge), `d_logits` (gradient)."""
+"""Linear cross-entropy in Triton: `forward` (logits tile, online log-sum-exp), `finish` (merge), `d_logits`
+(gradient)."""
 
 from fusedce.triton.linear_ce.backward import linear_logprob_backward
 from fusedce.triton.linear_ce.forward import linear_logprob

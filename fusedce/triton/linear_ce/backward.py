@@ -1,4 +1,5 @@
-"""The backward: a chunk's logits are made again, turned into their gradient in registers, and met by two plain GEMMs."""
+"""The backward: a chunk's logits are made again, turned into their gradient in registers, and met by two plain
+GEMMs."""
 
 import torch
 import triton
@@ -8,9 +9,9 @@ from torch import Tensor
 from fusedce import arch, chunked
 from fusedce.configs import GemmTile, tile_for
 from fusedce.triton.common import grouped_order, launch_options, unit_rows
-from fusedce.triton.linear_ce.logits import logits_tile
+from fusedce.triton.linear_ce.logits import logits_slope, logits_tile
 
-STAGE = "linear_ce_dlogits"
+STAGE, STAGE_WITH_OPTIONS = "linear_ce_dlogits", "linear_ce_dlogits_softcap"
 
 
 @triton.jit
@@ -44,13 +45,11 @@ def d_logits_bwd_kernel(
     row_ptr: (num_rows, 4) fp32: d_logprob, d_entropy, d_lse, entropy. Writes BLOCK_N·BLOCK_V elements once; reads both
     operands of the tile from L2. Offsets into the chunk are int64: rows × V may pass 2³¹.
     """
-    block_n, block_v = grouped_order(
-        tl.program_id(0), tl.cdiv(num_rows, BLOCK_N), tl.cdiv(vocab, BLOCK_V), GROUP_N
-    )
+    block_n, block_v = grouped_order(tl.program_id(0), tl.cdiv(num_rows, BLOCK_N), tl.cdiv(vocab, BLOCK_V), GROUP_N)
     offs_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_v = block_v * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_n = offs_n < num_rows
-    logits, slope = logits_tile(
+    logits = logits_tile(
         hidden_ptr, weight_ptr, bias_ptr, offs_n, offs_v, num_rows, vocab, depth, hidden_stride, weight_stride,
         inv_temperature, softcap, HAS_BIAS, HAS_SOFTCAP, EVEN_D, BLOCK_N, BLOCK_V, BLOCK_D,
     )  # fmt: skip
@@ -71,6 +70,7 @@ def d_logits_bwd_kernel(
     # 1 − p is exact where p is near 1; p·(… − d_logprob) + d_logprob would round there.
     d_logits = probs * (d_lse[:, None] - d_entropy[:, None] * surprise)
     d_logits += d_logprob[:, None] * (tl.where(is_target, 1.0, 0.0) - probs)
+    slope = logits_slope(logits, inv_temperature, softcap, HAS_SOFTCAP)
     # Select, do not multiply: an ignored row may hold NaN or inf.
     d_logits = tl.where((target != ignore_index)[:, None], d_logits * slope, 0.0)
     out_ptrs = out_ptr + offs_n.to(tl.int64)[:, None] * vocab + offs_v[None, :]
@@ -123,11 +123,12 @@ def linear_logprob_backward(
     softcap: float,
     mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """d_hidden, d_weight, d_bias. See `fusedce.eager.linear_ce` for the formula, `fusedce.chunked` for the two GEMMs."""
-    (num_rows, depth), vocab = hidden.shape, weight.shape[0]
+    """d_hidden, d_weight, d_bias. See `fusedce.eager.linear_ce` for the formula, `fusedce.chunked` for the two
+    GEMMs."""
+    depth, vocab = hidden.shape[1], weight.shape[0]
     hidden, weight, target = unit_rows(hidden), unit_rows(weight), target.contiguous()
     machine = arch.of_device(hidden.device)
-    tile = tile_for(STAGE, machine, hidden.element_size())
+    tile = tile_for(STAGE_WITH_OPTIONS if softcap else STAGE, machine, hidden.element_size())
     scale = chunked.batch_scale(d_logprob, d_entropy, d_lse)
     row_numbers = torch.stack((d_logprob, d_entropy, d_lse, entropy), 1)
     bias_or_any = weight if bias is None else bias.contiguous()
@@ -138,7 +139,8 @@ def linear_logprob_backward(
             KERNEL[grid](
                 hidden[start:], weight, target[start:], bias_or_any, row_numbers[start:], normalizer[start:], scale,
                 out, stop - start, vocab, depth, hidden.stride(0), weight.stride(0), 1.0 / temperature, softcap,
-                ignore_index, **constexprs(tile, depth, bias is not None, softcap != 0.0), **launch_options(tile, machine),
+                ignore_index, **constexprs(tile, depth, bias is not None, softcap != 0.0),
+                **launch_options(tile, machine),
             )  # fmt: skip
 
     row_bytes = vocab * hidden.element_size()

@@ -94,6 +94,16 @@ def merge_partials(
     if num_rows:
         with torch.cuda.device_of(partial):
             KERNEL[(triton.cdiv(num_rows, BLOCK_N),)](
-                partial, target, logprob, entropy, lse, normalizer, num_rows, num_splits, vocab, ignore_index, **constexprs()
+                partial,
+                target,
+                logprob,
+                entropy,
+                lse,
+                normalizer,
+                num_rows,
+                num_splits,
+                vocab,
+                ignore_index,
+                **constexprs(),
             )
     return logprob, entropy, lse, normalizer

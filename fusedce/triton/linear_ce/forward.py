@@ -1,4 +1,5 @@
-"""The forward: tiles of logits reduced as they are made, by the running-max online log-sum-exp. Nothing of N × V is kept."""
+"""The forward: tiles of logits reduced as they are made, by the running-max online log-sum-exp. Nothing of N × V is
+kept."""
 
 import torch
 import triton
@@ -11,7 +12,7 @@ from fusedce.triton.common import grouped_order, launch_options, unit_rows
 from fusedce.triton.linear_ce.finish import merge_partials
 from fusedce.triton.linear_ce.logits import logits_tile
 
-STAGE = "linear_ce_fwd"
+STAGE, STAGE_WITH_OPTIONS = "linear_ce_fwd", "linear_ce_fwd_softcap"
 # Vocabulary blocks one program walks with its running maximum in registers. Constant, so that a row's bits depend on
 # neither N nor the number of SMs.
 BLOCKS_PER_SPLIT = 8
@@ -40,9 +41,11 @@ def logprob_fwd_kernel(
     GROUP_N: tl.constexpr,
     BLOCKS_PER_SPLIT: tl.constexpr,
 ):
-    """One program owns BLOCK_N rows and one split of the vocabulary: BLOCKS_PER_SPLIT tiles of logits, one after another.
+    """One program owns BLOCK_N rows and one split of the vocabulary: BLOCKS_PER_SPLIT tiles of logits, one after
+    another.
 
-    Reads its rows of hidden once a tile (from L2) and each of its words of weight once; writes four fp32 numbers a row and
+    Reads its rows of hidden once a tile (from L2) and each of its words of weight once; writes four fp32 numbers a row
+    and
     split: partial[split, row, 4] = maximum m, Σ e^(z−m), Σ e^(z−m)·(z−m), the target's logit (0 where it is elsewhere).
     Gaps to the maximum, not logits, are summed: they keep their digits where all logits are large.
     """
@@ -59,7 +62,7 @@ def logprob_fwd_kernel(
     first_v = split * BLOCKS_PER_SPLIT * BLOCK_V
     for start_v in range(first_v, min(first_v + BLOCKS_PER_SPLIT * BLOCK_V, vocab), BLOCK_V):
         offs_v = start_v + tl.arange(0, BLOCK_V)
-        logits, _ = logits_tile(
+        logits = logits_tile(
             hidden_ptr, weight_ptr, bias_ptr, offs_n, offs_v, num_rows, vocab, depth, hidden_stride, weight_stride,
             inv_temperature, softcap, HAS_BIAS, HAS_SOFTCAP, EVEN_D, BLOCK_N, BLOCK_V, BLOCK_D,
         )  # fmt: skip
@@ -98,7 +101,7 @@ def linear_logprob(
     (num_rows, depth), vocab = hidden.shape, weight.shape[0]
     hidden, weight, target = unit_rows(hidden), unit_rows(weight), target.contiguous()
     machine = arch.of_device(hidden.device)
-    tile = tile_for(STAGE, machine, hidden.element_size())
+    tile = tile_for(STAGE_WITH_OPTIONS if softcap else STAGE, machine, hidden.element_size())
     num_splits = triton.cdiv(triton.cdiv(vocab, tile.block_n), BLOCKS_PER_SPLIT)
     partial = hidden.new_empty((num_splits, num_rows, 4), dtype=torch.float32)
     if num_rows:

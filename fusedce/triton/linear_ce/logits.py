@@ -1,4 +1,5 @@
-"""One tile of logits in registers: the GEMM's inner loop, bias, softcap and temperature. Shared by forward and backward."""
+"""One tile of logits in registers: the GEMM's inner loop, bias, softcap and temperature. Shared by forward and
+backward."""
 
 import triton
 import triton.language as tl
@@ -27,9 +28,8 @@ def logits_tile(
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """(logits, slope) of rows offs_n and words offs_v in fp32; logits −inf past the vocabulary.
+    """The logits of rows offs_n and words offs_v in fp32; −inf past the vocabulary.
 
-    slope: d logits / d plain logits, BLOCK_N × BLOCK_V with a softcap, else the scalar 1/temperature.
     Row and word offsets are int64: rows × D and words × D may pass 2³¹. Rows and words past the end read the last one,
     which costs less than a mask in the inner loop; EVEN_D (D is a multiple of BLOCK_D) does without the last mask.
     """
@@ -53,11 +53,17 @@ def logits_tile(
         weight_ptrs += BLOCK_D
     if HAS_BIAS:
         acc += tl.load(bias_ptr + offs_v).to(tl.float32)[None, :]
-    slope = inv_temperature
     if HAS_SOFTCAP:
         # tanh(x) = 1 − 2/(exp(2x) + 1): right at both ends, where exp overflows to inf or vanishes
-        bent = 1.0 - 2.0 / (tl.exp(2.0 * acc / softcap) + 1.0)
+        acc = softcap * (1.0 - 2.0 / (tl.exp(2.0 * acc / softcap) + 1.0))
+    return tl.where(mask_v[None, :], acc * inv_temperature, -float("inf"))
+
+
+@triton.jit
+def logits_slope(logits, inv_temperature, softcap, HAS_SOFTCAP: tl.constexpr):
+    """d logits / d plain logits, from the logits: a second tile kept beside them would not fit the registers."""
+    slope = inv_temperature
+    if HAS_SOFTCAP:
+        bent = logits / (softcap * inv_temperature)
         slope = (1.0 - bent * bent) * inv_temperature
-        acc = softcap * bent
-    logits = tl.where(mask_v[None, :], acc * inv_temperature, -float("inf"))
-    return logits, slope
+    return slope

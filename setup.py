@@ -60,14 +60,8 @@ class Toolkit:
             return [f"-L{Path(self.compiler).resolve().parents[1]}/lib", "-lamdhip64"]
         plan = _output([self.compiler, "-dryrun", "-x", "cu", os.devnull, "-o", os.devnull])
         libraries = re.search(r"^#\$ LIBRARIES=(.+)$", plan, re.MULTILINE)
-        return [
-            *shlex.split(libraries[1] if libraries else ""),
-            "-Wl,--exclude-libs,libcudart_static.a",
-            "-lcudart_static",
-            "-lrt",
-            "-lpthread",
-            "-ldl",
-        ]
+        runtime = "-Wl,--exclude-libs,libcudart_static.a -lcudart_static -lrt -lpthread -ldl"
+        return shlex.split(f"{libraries[1] if libraries else ''} {runtime}")
 
 
 def _output(command: list[str]) -> str:

@@ -51,10 +51,10 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d_hidden (N,D), d_weight (V,D), d_bias (V,) from a function that fills d_logits / scale of rows [start, stop).
 
-    fill_d_logits(start, stop, out): writes all of out (stop - start, V), in hidden's dtype. kept: (N,) bool, the rows
-    that take part; the others may hold NaN or inf, which 0 · NaN would carry into d_weight, so they are read as 0.
-    d_weight and d_bias are summed over the chunks in fp32. Gradients that `mask` does not want come back with no
-    elements, and their GEMM is not run.
+    fill_d_logits(start, stop, out): writes all of out (stop - start, V), in hidden's dtype, its rows `out.stride(0)`
+    apart. kept: (N,) bool, the rows that take part; the others may hold NaN or inf, which 0 · NaN would carry into
+    d_weight, so they are read as 0. d_weight and d_bias are summed over the chunks in fp32. Gradients that `mask` does
+    not want come back with no elements, and their GEMM is not run.
     """
     d_hidden = hidden.new_empty(hidden.shape if mask[0] else (0,))
     d_weight = weight.new_zeros(weight.shape if mask[1] else (0,), dtype=torch.float32)
@@ -80,7 +80,12 @@ def _accumulate(
 ) -> None:
     """Fill d_hidden and add to d_weight and d_bias, chunk by chunk; the empty ones are not wanted."""
     chunks = row_chunks(hidden.shape[0], row_bytes)
-    buffer = hidden.new_empty((chunks[0][1] if chunks else 0, weight.shape[0]))
+    # Rows padded to 16 bytes: the GEMMs and the kernels' stores are slow from rows that are not aligned. The padding is
+    # zeros: torch's bf16 GEMM on a CPU reads it, and 0 · NaN is NaN.
+    vocab = weight.shape[0]
+    padded = hidden.new_empty((chunks[0][1] if chunks else 0, -(-vocab // 8) * 8))
+    padded[:, vocab:] = 0
+    buffer = padded[:, :vocab]
     for start, stop in chunks:
         d_logits = buffer[: stop - start]
         fill_d_logits(start, stop, d_logits)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from fusedce import env, hip
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
@@ -43,12 +45,18 @@ class Place:
         return f"{self.backend}-{self.device}"
 
 
-def on_gpu(backend: str):  # type: ignore[no-untyped-def]
-    """A parameter that only a GPU machine runs."""
-    return pytest.param(Place("cuda", backend), marks=pytest.mark.gpu, id=f"{backend}-cuda")
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that takes a `place` on the CPU and, marked gpu, with every backend that a GPU has for its op.
 
-
-@pytest.fixture(params=[pytest.param(Place("cpu", "eager"), id="eager-cpu"), on_gpu("eager"), on_gpu("triton")])
-def place(request: pytest.FixtureRequest) -> Place:
-    """Every op test runs on all of them; tests/interpret puts Triton's interpreter in their stead."""
-    return request.param
+    NATIVE = True in a test's module: its op has native kernels. In tests/interpret there is one place: Triton on the
+    CPU.
+    """
+    if "place" not in metafunc.fixturenames:
+        return
+    if env.triton_interpreted():
+        places = [Place("cpu", "triton")]
+    else:
+        native = getattr(metafunc.module, "NATIVE", False) and hip.unavailable() is None
+        on_gpu = [Place("cuda", backend) for backend in ("eager", "triton", *(("native",) if native else ()))]
+        places = [Place("cpu", "eager"), *(pytest.param(p, marks=pytest.mark.gpu, id=str(p)) for p in on_gpu)]
+    metafunc.parametrize("place", places, ids=str)

@@ -11,6 +11,8 @@ from tests.conftest import Place
 from tests.linear_ce_cases import IGNORE, Case, in_fp64, ours, plain, upstream, with_gradients
 from tests.paired import assert_bites, assert_close
 
+NATIVE = True
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = ("logprob", "entropy", "lse", "d_hidden", "d_weight", "d_bias")
 SHAPES = [

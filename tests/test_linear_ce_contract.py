@@ -9,6 +9,8 @@ from tests.conftest import Place
 from tests.linear_ce_cases import IGNORE, Case, ours, with_gradients
 from tests.paired import assert_close
 
+NATIVE = True
+
 F64 = torch.float64
 CHECKED = [
     Case(5, 7, 4, F64),

@@ -11,6 +11,8 @@ from tests.conftest import Place
 from tests.linear_ce_cases import IGNORE, Case, in_fp64, with_gradients
 from tests.paired import assert_close
 
+NATIVE = True
+
 INF = float("inf")
 
 

@@ -45,7 +45,7 @@ def test_upstream_gradients(kind: str, dtype: torch.dtype, place: Place) -> None
 
 @pytest.mark.parametrize("mask", [tuple(bool(bits >> i & 1) for i in range(4)) for bits in range(1, 16)], ids=str)
 def test_mo_a05_each_gradient_alone_and_with_others(mask: tuple[bool, ...], place: Place) -> None:
-    """Liger-Kernel#1413: one gradient of four was wrong, on one architecture. Each is the same whoever else is wanted."""
+    """Liger-Kernel#1413: one gradient of four was wrong, on one architecture. Each is the same with others wanted."""
     case = Case(20, 12, 10, 4, 2)
     *tensors, index = case.inputs(place.device)
     grad = upstream(case, "random", place.device)

@@ -59,8 +59,8 @@ BAD_IDS = (6, -1, 2**32, -(2**63))
 
 @pytest.mark.parametrize("every", [1, 3, 7])
 def test_mo_a08_mo_a16_slots_without_a_row(every: int, place: Place) -> None:
-    """vllm#46408: id −1 became the last expert, and the sum took in rows that nobody wrote. torchtitan#1237: NaN beyond the
-    last group. Ours: such a slot has no row; its token is NaN, forward and backward; the rows that are left over are 0.
+    """vllm#46408: id −1 became the last expert, and the sum took in rows that nobody wrote. torchtitan#1237: NaN beyond
+    the last group. Ours: such a slot has no row; its token is NaN, forward and backward; the rows left over are 0.
     """
     case, backend = Case(25, 20, 12, 6, 2), package(place)
     hidden, gate_up, down, weights, index = case.inputs(place.device)

@@ -102,7 +102,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def published(run: Path) -> list[Path]:
     """The step-N folders of a run, newest first."""
-    return sorted((p for p in run.glob("step-*") if p.name[5:].isdecimal()), key=lambda p: int(p.name[5:]), reverse=True)
+    return sorted(
+        (p for p in run.glob("step-*") if p.name[5:].isdecimal()), key=lambda p: int(p.name[5:]), reverse=True
+    )
 
 
 def _seal(body: dict[str, Any]) -> str:

@@ -163,9 +163,7 @@ _AT_LEAST_1 = (
     "steps save_every keep eval_every log_every length num_prompts group_size num_updates eval_prompts seq_len batch_size "
     "eval_batches hidden_size num_layers num_heads num_kv_heads head_dim ffn_size num_experts top_k"
 ).split()
-_AT_LEAST_0 = (
-    "vocab_size learned_positions threads micro_batch warmup_steps seed weight_decay final_lr kl_coef entropy_coef clip_low clip_high".split()
-)
+_AT_LEAST_0 = "vocab_size learned_positions threads micro_batch warmup_steps seed weight_decay final_lr kl_coef entropy_coef clip_low clip_high".split()
 _ABOVE_0 = "lr clip_norm temperature rope_theta norm_eps".split()
 
 

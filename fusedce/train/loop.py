@@ -182,7 +182,9 @@ def load_weights(model: LM, tensors: dict[str, Tensor]) -> None:
     parameters = dict(model.named_parameters())
     for name in sorted(parameters.keys() ^ tensors.keys()):
         where = "the checkpoint" if name in parameters else "the model"
-        raise ConfigError(f"model: {where} has no {name}; pass the --model options that the checkpoint was trained with")
+        raise ConfigError(
+            f"model: {where} has no {name}; pass the --model options that the checkpoint was trained with"
+        )
     for name, parameter in parameters.items():
         if parameter.shape != tensors[name].shape:
             raise ConfigError(

@@ -69,6 +69,8 @@ def _points(axes: Axes, rows: list[Metrics], key: str, label: str) -> None:
     known = [(r["step"], r[key]) for r in rows if key in r]
     if known:
         steps, values = zip(*known, strict=True)
-        axes.plot(steps, values, "o-", color=COLOURS["held_out"], markersize=5, linewidth=1.2, label=label, clip_on=False)
+        axes.plot(
+            steps, values, "o-", color=COLOURS["held_out"], markersize=5, linewidth=1.2, label=label, clip_on=False
+        )
         last = f"{values[-1]:.3f}"
         axes.annotate(last, known[-1], (-4, -16), textcoords="offset points", ha="right", color=COLOURS["held_out"])

@@ -48,7 +48,10 @@ def test_rewards() -> None:
     answers = torch.tensor([[1, 2, 3, 4], [1, 2, 4, 3], [4, 3, 2, 1]])
     assert tasks.rewards(answers, truth).tolist() == [1.0, 0.25, 0.0]
     assert tasks.exact(answers, truth).tolist() == [1.0, 0.0, 0.0]
-    assert tasks.Task("reverse", "digits", 3).show(torch.tensor([10, 1, 2, 3, 11]), torch.tensor([3, 2, 1])) == "123 -> 321"
+    assert (
+        tasks.Task("reverse", "digits", 3).show(torch.tensor([10, 1, 2, 3, 11]), torch.tensor([3, 2, 1]))
+        == "123 -> 321"
+    )
 
 
 def test_packed_windows_cover_the_text_once_an_epoch(sft: SftConfig) -> None:

@@ -41,7 +41,14 @@ def test_loss_and_gradients_equal_the_formulas(normalize: str, entropy_coef: flo
     wanted = torch.autograd.grad(expected, leaves, allow_unused=True)
     weights = token_weights(mask, normalize).double()
     result = policy_loss(
-        leaves[0], old, advantage, weights, entropy=leaves[1], entropy_coef=entropy_coef, ref_logprob=ref, kl_coef=kl_coef
+        leaves[0],
+        old,
+        advantage,
+        weights,
+        entropy=leaves[1],
+        entropy_coef=entropy_coef,
+        ref_logprob=ref,
+        kl_coef=kl_coef,
     )
     torch.testing.assert_close(result.loss, expected, rtol=1e-6, atol=1e-8)
     got = torch.autograd.grad(result.loss, leaves, allow_unused=True)

@@ -29,6 +29,7 @@ def d_logits_bwd_kernel(
     depth,
     hidden_stride,
     weight_stride,
+    out_stride,
     inv_temperature,
     softcap,
     ignore_index,
@@ -73,7 +74,7 @@ def d_logits_bwd_kernel(
     slope = logits_slope(logits, inv_temperature, softcap, HAS_SOFTCAP)
     # Select, do not multiply: an ignored row may hold NaN or inf.
     d_logits = tl.where((target != ignore_index)[:, None], d_logits * slope, 0.0)
-    out_ptrs = out_ptr + offs_n.to(tl.int64)[:, None] * vocab + offs_v[None, :]
+    out_ptrs = out_ptr + offs_n.to(tl.int64)[:, None] * out_stride + offs_v[None, :]
     tl.store(out_ptrs, d_logits.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & (offs_v < vocab)[None, :])
 
 
@@ -88,7 +89,7 @@ def signature(dtype: str) -> dict[str, str]:
         "bias_ptr": f"*{dtype}",
         **dict.fromkeys(("row_ptr", "normalizer_ptr", "scale_ptr"), "*fp32"),
         "out_ptr": f"*{dtype}",
-        **dict.fromkeys(("num_rows", "vocab", "depth", "hidden_stride", "weight_stride"), "i32"),
+        **dict.fromkeys(("num_rows", "vocab", "depth", "hidden_stride", "weight_stride", "out_stride"), "i32"),
         **dict.fromkeys(("inv_temperature", "softcap"), "fp32"),
         "ignore_index": "i32",
         **dict.fromkeys(constexprs(GemmTile(1, 1, 1, 1, 1)), "constexpr"),
@@ -138,8 +139,8 @@ def linear_logprob_backward(
         with torch.cuda.device_of(hidden):
             KERNEL[grid](
                 hidden[start:], weight, target[start:], bias_or_any, row_numbers[start:], normalizer[start:], scale,
-                out, stop - start, vocab, depth, hidden.stride(0), weight.stride(0), 1.0 / temperature, softcap,
-                ignore_index, **constexprs(tile, depth, bias is not None, softcap != 0.0),
+                out, stop - start, vocab, depth, hidden.stride(0), weight.stride(0), out.stride(0), 1.0 / temperature,
+                softcap, ignore_index, **constexprs(tile, depth, bias is not None, softcap != 0.0),
                 **launch_options(tile, machine),
             )  # fmt: skip
 

@@ -73,7 +73,11 @@ def layers(device: str) -> dict[str, Layer]:
     found: dict[str, Layer] = {"torch-eager": torch_eager}
     if device != "cuda":
         return {**found, "fusedce-eager": fused("eager")}
-    found |= {"torch-grouped": torch_grouped, "torch-compile": torch.compile(torch_grouped), "fusedce-triton": fused("triton")}
+    found |= {
+        "torch-grouped": torch_grouped,
+        "torch-compile": torch.compile(torch_grouped),
+        "fusedce-triton": fused("triton"),
+    }
     try:
         from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 

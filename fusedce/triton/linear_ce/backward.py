@@ -9,7 +9,7 @@ from torch import Tensor
 from fusedce import arch, chunked
 from fusedce.configs import GemmTile, tile_for
 from fusedce.triton.common import grouped_order, launch_options, unit_rows
-from fusedce.triton.linear_ce.logits import logits_slope, logits_tile, target_column
+from fusedce.triton.linear_ce.logits import logits_slope, logits_tile
 
 STAGE, STAGE_WITH_OPTIONS = "linear_ce_dlogits", "linear_ce_dlogits_softcap"
 
@@ -67,7 +67,7 @@ def d_logits_bwd_kernel(
     probs = tl.exp(log_probs)
     # p·(log p + H) is 0 where p is 0, although log p may be −inf there.
     surprise = tl.where(probs == 0.0, 0.0, log_probs + entropy[:, None])
-    is_target = offs_v[None, :] == target_column(target, vocab)[:, None]
+    is_target = offs_v.to(tl.int64)[None, :] == target[:, None]
     # 1 − p is exact where p is near 1; p·(… − d_logprob) + d_logprob would round there.
     d_logits = probs * (d_lse[:, None] - d_entropy[:, None] * surprise)
     d_logits += d_logprob[:, None] * (tl.where(is_target, 1.0, 0.0) - probs)

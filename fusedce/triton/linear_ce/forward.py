@@ -10,7 +10,7 @@ from fusedce import arch
 from fusedce.configs import GemmTile, tile_for
 from fusedce.triton.common import grouped_order, launch_options, unit_rows
 from fusedce.triton.linear_ce.finish import merge_partials
-from fusedce.triton.linear_ce.logits import logits_tile, target_column
+from fusedce.triton.linear_ce.logits import logits_tile
 
 STAGE, STAGE_WITH_OPTIONS = "linear_ce_fwd", "linear_ce_fwd_softcap"
 # Vocabulary blocks one program walks with its running maximum in registers. Constant, so that a row's bits depend on
@@ -54,7 +54,7 @@ def logprob_fwd_kernel(
     block_n, split = grouped_order(tl.program_id(0), num_n, num_splits, GROUP_N)
     offs_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < num_rows
-    column = target_column(tl.load(target_ptr + offs_n, mask=mask_n, other=-1), vocab)
+    target = tl.load(target_ptr + offs_n, mask=mask_n, other=-1)
     running_max = tl.full((BLOCK_N,), -float("inf"), tl.float32)
     sum_exp = tl.zeros((BLOCK_N,), tl.float32)
     sum_gap = tl.zeros((BLOCK_N,), tl.float32)
@@ -66,7 +66,8 @@ def logprob_fwd_kernel(
             hidden_ptr, weight_ptr, bias_ptr, offs_n, offs_v, num_rows, vocab, depth, hidden_stride, weight_stride,
             inv_temperature, softcap, HAS_BIAS, HAS_SOFTCAP, EVEN_D, BLOCK_N, BLOCK_V, BLOCK_D,
         )  # fmt: skip
-        target_logit += tl.sum(tl.where(offs_v[None, :] == column[:, None], logits, 0.0), 1)
+        # The target is compared in 64 bits, so that 2³² is not word 0.
+        target_logit += tl.sum(tl.where(offs_v.to(tl.int64)[None, :] == target[:, None], logits, 0.0), 1)
         new_max = tl.maximum(running_max, tl.max(logits, 1))
         # A row that is all −inf so far is shifted by 0: −inf − (−inf) would be NaN.
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)

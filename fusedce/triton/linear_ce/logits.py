@@ -60,12 +60,6 @@ def logits_tile(
 
 
 @triton.jit
-def target_column(target, vocab):
-    """The target's word as int32, −1 where it is none. Tested in 64 bits first: 2³² is not word 0."""
-    return tl.where((target >= 0) & (target < vocab), target, -1).to(tl.int32)
-
-
-@triton.jit
 def logits_slope(logits, inv_temperature, softcap, HAS_SOFTCAP: tl.constexpr):
     """d logits / d plain logits, from the logits: a second tile kept beside them would not fit the registers."""
     slope = inv_temperature

@@ -4,6 +4,8 @@
 from fusedce import nn, ops
 from fusedce.flags import check_flags
 from fusedce.functional import (
+    LogProb,
+    Routing,
     linear_cross_entropy,
     linear_logprob,
     moe_combine,
@@ -13,9 +15,13 @@ from fusedce.functional import (
     moe_route,
 )
 from fusedce.ops import explain
+from fusedce.options import MoEPlan
 from fusedce.version import __version__
 
 __all__ = [
+    "LogProb",
+    "MoEPlan",
+    "Routing",
     "__version__",
     "check_flags",
     "explain",

@@ -44,10 +44,20 @@ def grouped_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
     return first_m + pid % per_group % group_m, pid % per_group // group_m
 
 
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^−x). Divided as IEEE has it: the fast division's error is what an fp32 layer would be made of."""
+    return tl.math.div_rn(1.0, 1.0 + tl.exp(-x))
+
+
+# Said outright, because Triton 3.10 turns the default of fused multiply-add around, and with it the last bits.
+FP_FUSION = {"enable_fp_fusion": True}
+ROW_LAUNCH = {"num_warps": 4, **FP_FUSION}  # of the kernels that have no tile
+
+
 def launch_options(tile: GemmTile, arch: Arch) -> dict[str, int]:
     """Keyword arguments of a launch (or of triton.compile) for this tile on this machine."""
-    # Said outright, because Triton 3.10 turns the default of fused multiply-add around, and with it the last bits.
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **FP_FUSION}
     if arch.vendor == "amd" and tile.matrix_instr:
         options["matrix_instr_nonkdim"] = tile.matrix_instr
     return options

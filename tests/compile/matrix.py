@@ -7,7 +7,6 @@ A file under fusedce/triton with a kernel (a @triton.jit function whose name end
     STAGE_WITH_OPTIONS     where it differs, the stage with all options on
     signature(dtype)       argument name -> Triton type, for operands of "bf16", "fp16" or "fp32"; else "constexpr"
     constexprs(tile, …)    constant name -> value for a tile (None where STAGE is None)
-    NUM_WARPS              for STAGE None, where it is not 4
     UNIT_STRIDES           names of strides that are 1 at a usual launch, where Triton makes them constants
 
 Parameters of constexprs() that default to True or False are options of the kernel: it is compiled with all of them on
@@ -27,7 +26,7 @@ from triton.compiler import ASTSource, CompiledKernel
 import fusedce.triton
 from fusedce.arch import ARCHS, Arch
 from fusedce.configs import GemmTile, tile_for
-from fusedce.triton.common import launch_options
+from fusedce.triton.common import ROW_LAUNCH, launch_options
 from tests.compile import amd, nvidia
 from tests.compile.resources import Resources
 
@@ -113,7 +112,7 @@ def compile_case(case: Case) -> CompiledKernel:
     constants = module.constexprs(tile, **dict.fromkeys(options_of(module), case.options)) | dict.fromkeys(
         unit_strides, 1
     )
-    launch = launch_options(tile, case.arch) if tile else {"num_warps": getattr(module, "NUM_WARPS", 4)}
+    launch = launch_options(tile, case.arch) if tile else ROW_LAUNCH
     return compile_kernel(module.KERNEL, signature, constants, launch, case.arch)
 
 

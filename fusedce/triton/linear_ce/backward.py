@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusedce import arch, chunked
 from fusedce.configs import GemmTile, tile_for
-from fusedce.triton.common import grouped_order, launch_options, unit_rows
+from fusedce.triton.common import grouped_order, launch_options, round_to, unit_rows
 from fusedce.triton.linear_ce.logits import logits_slope, logits_tile
 
 STAGE, STAGE_WITH_OPTIONS = "linear_ce_dlogits", "linear_ce_dlogits_softcap"
@@ -75,7 +75,7 @@ def d_logits_bwd_kernel(
     # Select, do not multiply: an ignored row may hold NaN or inf.
     d_logits = tl.where((target != ignore_index)[:, None], d_logits * slope, 0.0)
     out_ptrs = out_ptr + offs_n.to(tl.int64)[:, None] * out_stride + offs_v[None, :]
-    tl.store(out_ptrs, d_logits.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & (offs_v < vocab)[None, :])
+    tl.store(out_ptrs, round_to(d_logits, out_ptr.dtype.element_ty), mask=mask_n[:, None] & (offs_v < vocab)[None, :])
 
 
 KERNEL = d_logits_bwd_kernel

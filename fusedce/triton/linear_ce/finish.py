@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedce.configs import GemmTile
+from fusedce.triton.common import ROW_LAUNCH
 
 STAGE = None
 BLOCK_N = 128
@@ -105,5 +106,6 @@ def merge_partials(
                 vocab,
                 ignore_index,
                 **constexprs(),
+                **ROW_LAUNCH,
             )
     return logprob, entropy, lse, normalizer

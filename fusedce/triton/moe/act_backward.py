@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusedce import arch
 from fusedce.configs import GemmTile, tile_for
-from fusedce.triton.common import grouped_order, launch_options, round_to
+from fusedce.triton.common import grouped_order, launch_options, round_to, sigmoid
 from fusedce.triton.moe.product import expert_product, unit_weight
 from fusedce.triton.moe.tile_table import tile_table
 
@@ -73,8 +73,8 @@ def act_bwd_kernel(
     pre_act_offsets = rows * (2 * ffn) + offs_f[None, :]
     gate = tl.load(pre_act_ptr + pre_act_offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(pre_act_ptr + pre_act_offsets + ffn, mask=mask, other=0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    silu = gate * sigmoid
+    gate_sigmoid = sigmoid(gate)
+    silu = gate * gate_sigmoid
     dtype: tl.constexpr = pre_act_ptr.dtype.element_ty
     if WANT_ACT:
         weighted_act = weights * (silu * up)
@@ -84,7 +84,7 @@ def act_bwd_kernel(
         tl.store(partial_ptr + tile_f.to(tl.int64) * num_rows + offs_r, total, mask=mask_r)
     if WANT_PRE:
         d_act = weights * grad
-        d_gate = d_act * up * (sigmoid + silu * (1.0 - sigmoid))
+        d_gate = d_act * up * (gate_sigmoid + silu * (1.0 - gate_sigmoid))
         tl.store(d_pre_act_ptr + pre_act_offsets, round_to(d_gate, dtype), mask=mask)
         tl.store(d_pre_act_ptr + pre_act_offsets + ffn, round_to(d_act * silu, dtype), mask=mask)
 

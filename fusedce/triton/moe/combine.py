@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedce.configs import GemmTile
-from fusedce.triton.common import round_to, unit_rows
+from fusedce.triton.common import ROW_LAUNCH, round_to, unit_rows
 
 STAGE = None
 
@@ -64,6 +64,6 @@ def moe_combine(rows: Tensor, row_slot: Tensor, slot_row: Tensor) -> Tensor:
     if out.numel():
         with torch.cuda.device_of(rows):
             KERNEL[(num_tokens, triton.cdiv(depth, sizes["BLOCK_D"]))](
-                rows, slot_row.contiguous(), out, depth, rows.stride(0), **sizes
+                rows, slot_row.contiguous(), out, depth, rows.stride(0), **sizes, **ROW_LAUNCH
             )
     return out

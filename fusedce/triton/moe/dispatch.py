@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedce.configs import GemmTile
-from fusedce.triton.common import unit_rows
+from fusedce.triton.common import ROW_LAUNCH, unit_rows
 
 STAGE = None
 
@@ -63,6 +63,6 @@ def moe_dispatch(hidden: Tensor, row_slot: Tensor, slot_row: Tensor) -> Tensor:
     if rows.numel():
         with torch.cuda.device_of(hidden):
             KERNEL[(num_rows, triton.cdiv(depth, sizes["BLOCK_D"]))](
-                hidden, row_slot.contiguous(), rows, slot_row.shape[1], depth, hidden.stride(0), **sizes
+                hidden, row_slot.contiguous(), rows, slot_row.shape[1], depth, hidden.stride(0), **sizes, **ROW_LAUNCH
             )
     return rows

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusedce import arch
 from fusedce.configs import GemmTile, tile_for
-from fusedce.triton.common import dot, grouped_order, launch_options, round_to, unit_rows
+from fusedce.triton.common import dot, grouped_order, launch_options, round_to, sigmoid, unit_rows
 from fusedce.triton.moe.product import unit_weight, weight_offsets, weight_step
 from fusedce.triton.moe.tile_table import tile_table
 
@@ -70,7 +70,7 @@ def gate_up_fwd_kernel(
         hidden_ptrs += BLOCK_D
         gate_ptrs += weight_step(stride, K_CONTIGUOUS, BLOCK_D)
         up_ptrs += weight_step(stride, K_CONTIGUOUS, BLOCK_D)
-    act = gate / (1.0 + tl.exp(-gate)) * up
+    act = gate * sigmoid(gate) * up
     mask = mask_r[:, None] & mask_f[None, :]
     rows = offs_r.to(tl.int64)[:, None]
     dtype: tl.constexpr = act_ptr.dtype.element_ty

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedce.configs import GemmTile
+from fusedce.triton.common import ROW_LAUNCH
 from fusedce.triton.moe.plan_count import BLOCK_S, count_slots
 
 STAGE = None
@@ -79,5 +80,7 @@ def moe_plan(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     if num_slots:
         offsets[1:] = ends.view(num_experts, num_blocks)[:, -1]
         with torch.cuda.device_of(ids):
-            KERNEL[(num_blocks,)](ids, starts, row_slot, slot_row, num_slots, num_experts, num_blocks, **constexprs())
+            KERNEL[(num_blocks,)](
+                ids, starts, row_slot, slot_row, num_slots, num_experts, num_blocks, **constexprs(), **ROW_LAUNCH
+            )
     return offsets, row_slot, slot_row

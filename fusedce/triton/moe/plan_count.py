@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedce.configs import GemmTile
+from fusedce.triton.common import ROW_LAUNCH
 
 STAGE = None
 # Slots of one program, here and in the second pass, which compares each pair of them.
@@ -61,5 +62,5 @@ def count_slots(ids: Tensor, num_experts: int) -> Tensor:
     counts = ids.new_empty((num_experts, num_blocks), dtype=torch.int32)
     if num_slots:
         with torch.cuda.device_of(ids):
-            KERNEL[(num_blocks,)](ids, counts, num_slots, num_experts, num_blocks, **constexprs())
+            KERNEL[(num_blocks,)](ids, counts, num_slots, num_experts, num_blocks, **constexprs(), **ROW_LAUNCH)
     return counts

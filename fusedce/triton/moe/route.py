@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedce.configs import GemmTile
+from fusedce.triton.common import ROW_LAUNCH
 from fusedce.triton.moe.scores import block_sizes, divisor, load_logits, scores_of
 
 STAGE = None
@@ -100,6 +101,16 @@ def moe_route(logits: Tensor, top_k: int, score: str, renormalize: bool, scale: 
     if num_rows:
         with torch.cuda.device_of(logits):
             KERNEL[(triton.cdiv(num_rows, sizes["BLOCK_N"]),)](
-                logits, weights, index, num_rows, num_experts, top_k, logits.stride(0), logits.stride(1), scale, **sizes
+                logits,
+                weights,
+                index,
+                num_rows,
+                num_experts,
+                top_k,
+                logits.stride(0),
+                logits.stride(1),
+                scale,
+                **sizes,
+                **ROW_LAUNCH,
             )
     return weights, index

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedce.configs import GemmTile
-from fusedce.triton.common import round_to
+from fusedce.triton.common import ROW_LAUNCH, round_to
 from fusedce.triton.moe.scores import block_sizes, divisor, load_logits, scores_of
 
 STAGE = None
@@ -95,6 +95,6 @@ def moe_route_backward(
         with torch.cuda.device_of(logits):
             KERNEL[(triton.cdiv(num_rows, sizes["BLOCK_N"]),)](
                 d_weights.contiguous(), logits, top_k_index.contiguous(), d_logits, num_rows, num_experts, top_k,
-                logits.stride(0), logits.stride(1), scale, **sizes,
+                logits.stride(0), logits.stride(1), scale, **sizes, **ROW_LAUNCH,
             )  # fmt: skip
     return d_logits

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedce.configs import GemmTile
-from fusedce.triton.common import round_to
+from fusedce.triton.common import ROW_LAUNCH, round_to
 
 STAGE = None
 
@@ -61,6 +61,6 @@ def slot_grad(partial: Tensor, slot_row: Tensor, dtype: torch.dtype) -> Tensor:
     if out.numel():
         with torch.cuda.device_of(partial):
             KERNEL[(triton.cdiv(out.numel(), sizes["BLOCK_S"]),)](
-                partial, slot_row, out, out.numel(), partial.shape[0], **sizes
+                partial, slot_row, out, out.numel(), partial.shape[0], **sizes, **ROW_LAUNCH
             )
     return out

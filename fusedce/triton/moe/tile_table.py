@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedce.configs import GemmTile
+from fusedce.triton.common import ROW_LAUNCH
 
 STAGE = None
 
@@ -74,5 +75,5 @@ def tile_table(offsets: Tensor, num_rows: int, block_r: int) -> Tensor:
     if num_tiles:
         sizes = constexprs(block_r=block_r, num_experts=num_experts)
         with torch.cuda.device_of(offsets):
-            KERNEL[(num_experts + 1,)](offsets, table, num_experts, num_rows, num_tiles, **sizes)
+            KERNEL[(num_experts + 1,)](offsets, table, num_experts, num_rows, num_tiles, **sizes, **ROW_LAUNCH)
     return table

@@ -60,7 +60,7 @@ def save(run: Path, step: int, config: dict[str, Any], state: State, keep: int) 
 
 
 def load(folder: Path) -> tuple[dict[str, Any], State]:
-    """The manifest and the tensors (on the CPU) of one checkpoint; CheckpointError if a byte is not as it was written."""
+    """Manifest and tensors (on the CPU) of one checkpoint; CheckpointError if a byte is not as it was written."""
     manifest = read_manifest(folder)
     state = {}
     for name, expected in manifest["files"].items():

@@ -6,6 +6,7 @@ Every mistake that can be seen before the first step is a `ConfigError`, one lin
 import dataclasses
 import difflib
 import math
+import operator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -56,7 +57,7 @@ class OptimConfig:
     """the last step's learning rate as a fraction of lr"""
     warmup_steps: int = 5
     beta1: float = 0.9
-    beta2: float = 0.95
+    beta2: float = 0.99
     weight_decay: float = 0.01
     clip_norm: float = 1.0
     """gradients are scaled down to this L2 norm; a norm that is not finite skips the step"""
@@ -66,7 +67,7 @@ class OptimConfig:
 class TrainConfig:
     """What both loops share."""
 
-    steps: int = 150
+    steps: int = 120
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPU where there is one; a GPU computes in bf16 autocast over fp32 parameters, a CPU in fp32"""
@@ -78,11 +79,11 @@ class TrainConfig:
     """go on from the newest good checkpoint in `out`, with its config"""
     init: str = ""
     """a checkpoint folder (step-N) whose weights to start from"""
-    save_every: int = 50
+    save_every: int = 40
     """steps between checkpoints; one more is written at the end and on SIGTERM or Ctrl-C"""
     keep: int = 3
     """checkpoints that stay on disk"""
-    eval_every: int = 25
+    eval_every: int = 10
     """steps between looks at the held-out data"""
     log_every: int = 10
     """steps between lines where the output is no terminal"""
@@ -100,7 +101,7 @@ class GrpoConfig(TrainConfig):
 
     task: Literal["reverse", "sort"] = "reverse"
     alphabet: Literal["digits", "letters"] = "digits"
-    length: int = 4
+    length: int = 6
     """symbols in a string; the knob of difficulty"""
     num_prompts: int = 32
     """prompts a step"""
@@ -110,8 +111,6 @@ class GrpoConfig(TrainConfig):
     """optimizer steps for one batch of answers; above 1 the ratio to the sampling policy comes into play"""
     temperature: float = 1.0
     """of sampling, and of the log-probs in the loss"""
-    credit: Literal["token", "answer"] = "token"
-    """what a token is praised for: the reward from it on (process supervision), or that of the whole answer (GRPO)"""
     std_advantage: bool = False
     """divide a group's advantages by their standard deviation (GRPO) or not (Dr. GRPO)"""
     clip_low: float = 0.2
@@ -121,10 +120,13 @@ class GrpoConfig(TrainConfig):
     """the mean over all tokens of the step (DAPO), or over sequences of each one's mean (GRPO)"""
     kl_coef: float = 0.0
     """weight of the k3 estimate of KL to the starting model; 0 costs nothing"""
-    entropy_coef: float = 0.03
+    entropy_coef: float = 0.01
     """weight of the entropy bonus; 0 costs nothing"""
     eval_prompts: int = 512
     """held-out prompts that are answered greedily"""
+    threads: int = 1
+    """CPU threads; for so small a model a second one gains little, and waits for its turn on a busy machine"""
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(learned_positions=16))
 
 
 @dataclass(frozen=True)
@@ -154,55 +156,45 @@ def mode_of(config: TrainConfig) -> str:
     return next(name for name, kind in MODES.items() if isinstance(config, kind))
 
 
-def _require(good: bool, key: str, value: object, expected: str) -> None:
-    if not good:
-        raise ConfigError(f"{key} is {value!r}; expected {expected}")
-
-
-_AT_LEAST_1 = (
-    "steps save_every keep eval_every log_every length num_prompts group_size num_updates eval_prompts seq_len batch_size "
-    "eval_batches hidden_size num_layers num_heads num_kv_heads head_dim ffn_size num_experts top_k"
-).split()
-_AT_LEAST_0 = "vocab_size learned_positions threads micro_batch warmup_steps seed weight_decay final_lr kl_coef entropy_coef clip_low clip_high".split()
+_AT_LEAST_1 = """steps save_every keep eval_every log_every length num_prompts group_size num_updates eval_prompts seq_len
+    batch_size eval_batches hidden_size num_layers num_heads num_kv_heads head_dim ffn_size num_experts top_k""".split()
+_AT_LEAST_0 = """vocab_size learned_positions threads micro_batch warmup_steps seed weight_decay final_lr kl_coef entropy_coef
+    clip_low clip_high""".split()
 _ABOVE_0 = "lr clip_norm temperature rope_theta norm_eps".split()
+
+
+def _require(good: bool, config: TrainConfig, key: str, expected: str) -> None:
+    if not good:
+        raise ConfigError(f"{key} is {operator.attrgetter(key)(config)!r}; expected {expected}")
 
 
 def check(config: TrainConfig) -> None:
     """ConfigError for the first value that cannot work."""
     for prefix, part in (("", config), ("model.", config.model), ("optim.", config.optim)):
         for name, value in vars(part).items():
+            key = prefix + name
             if isinstance(value, int | float):
-                _require(math.isfinite(value), prefix + name, value, "a finite number")
-            _require(name not in _AT_LEAST_1 or value >= 1, prefix + name, value, "at least 1")
-            _require(name not in _AT_LEAST_0 or value >= 0, prefix + name, value, "at least 0")
-            _require(name not in _ABOVE_0 or value > 0, prefix + name, value, "a number above 0")
-    model, optim = config.model, config.optim
-    _require(
-        model.num_heads % model.num_kv_heads == 0, "model.num_kv_heads", model.num_kv_heads, "a divisor of num_heads"
-    )
-    _require(model.head_dim % 2 == 0, "model.head_dim", model.head_dim, "an even number (RoPE turns pairs)")
-    _require(model.top_k <= model.num_experts, "model.top_k", model.top_k, f"at most num_experts = {model.num_experts}")
-    _require(0 <= model.recompute <= 1, "model.recompute", model.recompute, "a fraction from 0 to 1")
-    _require(model.backend in env.BACKENDS, "model.backend", model.backend, f"one of {', '.join(env.BACKENDS)}")
-    for name in ("beta1", "beta2"):
-        _require(0 <= getattr(optim, name) < 1, f"optim.{name}", getattr(optim, name), "a number in [0, 1)")
+                _require(math.isfinite(value), config, key, "a finite number")
+            _require(name not in _AT_LEAST_1 or value >= 1, config, key, "at least 1")
+            _require(name not in _AT_LEAST_0 or value >= 0, config, key, "at least 0")
+            _require(name not in _ABOVE_0 or value > 0, config, key, "a number above 0")
+    model, optim, backends = config.model, config.optim, ", ".join(env.BACKENDS)
+    _require(model.num_heads % model.num_kv_heads == 0, config, "model.num_kv_heads", "a divisor of num_heads")
+    _require(model.head_dim % 2 == 0, config, "model.head_dim", "an even number (RoPE turns pairs)")
+    _require(model.top_k <= model.num_experts, config, "model.top_k", f"at most num_experts = {model.num_experts}")
+    _require(0 <= model.recompute <= 1, config, "model.recompute", "a fraction from 0 to 1")
+    _require(model.backend in env.BACKENDS, config, "model.backend", f"one of {backends}")
+    _require(0 <= optim.beta1 < 1, config, "optim.beta1", "a number in [0, 1)")
+    _require(0 <= optim.beta2 < 1, config, "optim.beta2", "a number in [0, 1)")
     if isinstance(config, GrpoConfig):
-        _require(config.group_size >= 2, "group_size", config.group_size, "at least 2 (a group is its own baseline)")
-        _require(config.clip_low < 1, "clip_low", config.clip_low, "below 1")
-        _require(
-            config.num_prompts % config.num_updates == 0,
-            "num_updates",
-            config.num_updates,
-            f"a divisor of num_prompts = {config.num_prompts}",
-        )
+        _require(config.group_size >= 2, config, "group_size", "at least 2 (a group is its own baseline)")
+        _require(config.clip_low < 1, config, "clip_low", "below 1")
+        divides = config.num_prompts % config.num_updates == 0
+        _require(divides, config, "num_updates", f"a divisor of num_prompts = {config.num_prompts}")
     rows = update_size(config)
-    _require(
-        not config.micro_batch or rows % config.micro_batch == 0,
-        "micro_batch",
-        config.micro_batch,
-        f"0 or a divisor of {rows}, the sequences of one update",
-    )
-    _require(bool(config.out) or not config.resume, "out", config.out, "the folder of the run to resume (--out runs/…)")
+    divides = not config.micro_batch or rows % config.micro_batch == 0
+    _require(divides, config, "micro_batch", f"0 or a divisor of {rows}, the sequences of one update")
+    _require(bool(config.out) or not config.resume, config, "out", "the folder of the run to resume (--out runs/…)")
 
 
 def update_size(config: TrainConfig) -> int:
@@ -213,10 +205,14 @@ def update_size(config: TrainConfig) -> int:
     return config.batch_size
 
 
-def fit_vocab(config: Config, num_tokens: int) -> Config:
-    """The config with its vocabulary size known; ConfigError when the data has a token id that the model has no row for."""
-    size = config.model.vocab_size or num_tokens
-    _require(size >= num_tokens, "model.vocab_size", size, f"0 or at least {num_tokens} (the highest token id + 1)")
+def fit(config: Config, num_tokens: int, length: int) -> Config:
+    """The config with its vocabulary size known; ConfigError when the data has a token id that the model has no row for,
+    or sequences longer than its learned positions.
+    """
+    size, positions = config.model.vocab_size or num_tokens, config.model.learned_positions
+    _require(size >= num_tokens, config, "model.vocab_size", f"0 or at least {num_tokens} (the highest token id + 1)")
+    fits = not positions or positions >= length
+    _require(fits, config, "model.learned_positions", f"0 or at least {length}, the length of a sequence")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 

@@ -52,7 +52,7 @@ def _stream(files: list[Path]) -> Tensor:
 class Packed:
     """A stream cut into windows of seq_len + 1 tokens, dealt out in an order that each epoch shuffles anew.
 
-    A window is full text to its last token: it may hold the end of one file and the start of the next, with END between.
+    A window is full to its last token: it may hold the end of one file and the start of the next, with END between.
     """
 
     def __init__(self, stream: Tensor, config: SftConfig, name: str) -> None:
@@ -60,7 +60,7 @@ class Packed:
         self.num_windows = max(len(stream) - 1, 0) // config.seq_len
         if self.num_windows < config.batch_size:
             raise ConfigError(
-                f"data: the {name} text has {len(stream)} tokens, one batch takes {config.batch_size} × {config.seq_len}; "
+                f"data: the {name} text has {len(stream)} tokens, a batch takes {config.batch_size} × {config.seq_len}; "
                 "pass more text (--data) or a smaller --seq-len or --batch-size"
             )
 
@@ -70,11 +70,6 @@ class Packed:
         epoch, place = divmod(step, per_epoch)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = torch.randperm(self.num_windows, generator=generator)
-        rows = [self.window(int(w)) for w in order[place * self.batch_size : (place + 1) * self.batch_size]]
-        windows = torch.stack(rows)
+        starts = order[place * self.batch_size : (place + 1) * self.batch_size] * self.seq_len
+        windows = self.stream[starts[:, None] + torch.arange(self.seq_len + 1)]  # the last token is only a target
         return windows[:, :-1], windows[:, 1:]
-
-    def window(self, index: int) -> Tensor:
-        """Tokens [index · seq_len, (index + 1) · seq_len], both ends included: the last one is only a target."""
-        start = index * self.seq_len
-        return self.stream[start : start + self.seq_len + 1]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from fusedce.functional import LogProb
 from fusedce.train import tasks
-from fusedce.train.config import GrpoConfig, fit_vocab
+from fusedce.train.config import ConfigError, GrpoConfig, fit
 from fusedce.train.loop import Trainer
 from fusedce.train.losses import PolicyLoss, group_advantages, policy_loss, token_weights
 from fusedce.train.model import LM, generate
@@ -22,7 +23,9 @@ class GrpoTrainer(Trainer):
 
     def __init__(self, config: GrpoConfig, run: Path) -> None:
         self.task = tasks.Task(config.task, config.alphabet, config.length)
-        super().__init__(fit_vocab(config, self.task.num_tokens), run)
+        if not len(self.task.held_out(1)[0]):
+            raise ConfigError(f"length is {config.length}; expected more, none of these strings is held out")
+        super().__init__(fit(config, self.task.num_tokens, 2 * config.length + 1), run)
         # The starting model, made again from seed or `init` when a run resumes: it need not be saved.
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if config.kl_coef else None
 
@@ -39,9 +42,6 @@ class GrpoTrainer(Trainer):
             sampler = self.generator("answers", self.device)
             answers = generate(self.model, prompts, config.length, config.temperature, sampler)
         rewards = tasks.rewards(answers, truth)
-        total = rewards.sum(1)
-        if config.credit == "answer":
-            rewards = torch.cat((torch.zeros_like(rewards[:, 1:]), total[:, None]), 1)
         batch = Batch(
             ids=torch.cat((prompts, answers), 1),
             mask=torch.ones_like(answers, dtype=torch.bool),
@@ -63,7 +63,7 @@ class GrpoTrainer(Trainer):
             loss, skipped = loss + part, skipped + skip
         means = (torch.cat((loss[None], sums)) / config.num_updates).tolist()
         return {
-            "reward": total.mean().item(),
+            "reward": rewards.mean().item(),
             "exact": tasks.exact(answers, truth).mean().item(),
             **dict(zip(("loss", "clipped", "kl", "entropy"), means, strict=True)),
             "grad_norm": norm,
@@ -117,20 +117,17 @@ class GrpoTrainer(Trainer):
         return {"held_out_accuracy": tasks.exact(answers, truth).mean().item(), "held_out_prompts": float(len(prompts))}
 
 
+@dataclass
 class Batch:
-    """Rows of prompt and answer (B,S), the answer's valid tokens (B,T), advantages (B,T), and log-probs (B,T) or None."""
+    """Rows of prompt and answer (B,S), the answer's valid tokens (B,T), advantages (B,), log-probs (B,T) or None."""
 
-    def __init__(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        advantage: Tensor,
-        old_logprob: Tensor | None = None,
-        ref_logprob: Tensor | None = None,
-    ) -> None:
-        self.ids, self.mask, self.advantage = ids, mask, advantage
-        self.old_logprob, self.ref_logprob = old_logprob, ref_logprob
+    ids: Tensor
+    mask: Tensor
+    advantage: Tensor
+    old_logprob: Tensor | None = None
+    ref_logprob: Tensor | None = None
 
     def rows(self, rows: slice) -> "Batch":
         """Some of the rows."""
-        return Batch(**{name: None if value is None else value[rows] for name, value in vars(self).items()})
+        old, ref = (None if value is None else value[rows] for value in (self.old_logprob, self.ref_logprob))
+        return Batch(self.ids[rows], self.mask[rows], self.advantage[rows], old, ref)

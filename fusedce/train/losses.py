@@ -7,25 +7,22 @@ from torch import Tensor
 
 
 def group_advantages(rewards: Tensor, group_size: int, std: bool) -> Tensor:
-    """How much better each token's return is than its group's: (R − mean) / (standard deviation + 1e-4), or undivided.
-
-    The return R_t is the reward from token t on. Where all of it comes with the last token, every token of a row gets the
-    same advantage, that of GRPO; rewards on the way are its process supervision (arXiv:2402.03300, 4.1.3).
+    """How much better an answer is than its group: (r − mean) / (standard deviation + 1e-4), or without the division.
 
     Args:
-        rewards: (B,T) fp32; each run of `group_size` rows answers one prompt.
-        std: divide by the standard deviation of the group's whole returns (GRPO) or not (Dr. GRPO, arXiv:2503.20783).
+        rewards: (B,) fp32; each run of `group_size` rows answers one prompt.
+        std: divide (GRPO, arXiv:2402.03300) or not (Dr. GRPO, arXiv:2503.20783).
 
     Returns:
-        (B,T) fp32, exactly 0 where a group's returns are equal.
+        (B,) fp32. A group of equal rewards gets exactly 0.
     """
-    returns = rewards.flip(1).cumsum(1).flip(1).unflatten(0, (-1, group_size))
-    centred = returns - returns.mean(1, keepdim=True)
+    groups = rewards.view(-1, group_size)
+    centred = groups - groups.mean(1, keepdim=True)
     # The mean of equal numbers can round to a neighbour; without this the division would blow that up.
-    centred = torch.where((returns == returns[:, :1]).all(1, keepdim=True), 0.0, centred)
+    centred = torch.where((groups == groups[:, :1]).all(1, keepdim=True), 0.0, centred)
     if std:
-        centred = centred / (returns[:, :, :1].std(1, keepdim=True) + 1e-4)
-    return centred.flatten(0, 1)
+        centred = centred / (groups.std(1, keepdim=True) + 1e-4)
+    return centred.flatten()
 
 
 def token_weights(mask: Tensor, normalize: str) -> Tensor:
@@ -77,7 +74,7 @@ def policy_loss(
     Args:
         logprob, entropy: (B,T) fp32 of the policy, with graph. The entropy's graph is left alone at coefficient 0.
         old_logprob: (B,T) fp32 of the policy that sampled, no graph.
-        advantage: (B,T), from `group_advantages`.
+        advantage: (B,) from `group_advantages`, the same for every token of a row.
         weights: (B,T) from `token_weights`.
         clip_low, clip_high: how far the ratio may fall and rise before its gradient stops; different: DAPO's clip-higher
             (arXiv:2503.14476).
@@ -88,6 +85,7 @@ def policy_loss(
     """
     # Select before exp, not after: a token without weight may hold anything, and 0 · inf is NaN, in the gradient too.
     valid = weights > 0
+    advantage = advantage[:, None]
     ratio = torch.where(valid, logprob - old_logprob, 0.0).exp()
     free, bound = ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
     per_token = -torch.minimum(free, bound)

@@ -15,7 +15,6 @@ from fusedce.functional import LogProb, Routing, linear_cross_entropy, linear_lo
 from fusedce.nn import MoE
 from fusedce.train.config import ModelConfig
 
-
 INIT_STD = 0.02  # of embedding and head: a fresh model's next token is all but uniform
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce.train import data
-from fusedce.train.config import SftConfig, fit_vocab
+from fusedce.train.config import SftConfig, fit
 from fusedce.train.loop import Trainer
 
 
@@ -21,7 +21,7 @@ class SftTrainer(Trainer):
         training, held_out = data.read(config.data)
         self.training = data.Packed(training, config, "training")
         self.held_out = data.Packed(held_out, config, "held-out")
-        super().__init__(fit_vocab(config, data.NUM_TOKENS), run)
+        super().__init__(fit(config, data.NUM_TOKENS, config.seq_len), run)
 
     def describe(self) -> str:
         return f"text, {self.config.seq_len} bytes a sequence"

@@ -38,7 +38,7 @@ def test_a_tenth_is_held_out() -> None:
 @pytest.mark.parametrize("task", TASKS, ids=str)
 def test_answers_and_token_ids(task: tasks.Task) -> None:
     prompts, truth = task.training(50, torch.Generator().manual_seed(0))
-    assert 0 <= int(prompts.min()) and int(prompts.max()) == task.num_tokens - 1
+    assert int(prompts.min()) >= 0 and int(prompts.max()) == task.num_tokens - 1
     for prompt, answer in zip(prompts.tolist(), truth.tolist(), strict=True):
         assert answer == (prompt[-2:0:-1] if task.name == "reverse" else sorted(prompt[1:-1]))
 

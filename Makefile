@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?=
 ARGS ?=
-JOBS ?= $(shell nproc 2>/dev/null || echo 1)
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); [ $$n -gt 8 ] && echo 8 || echo $$n)
 
 ifeq ($(filter-out none,$(VENV)),)
   PY := $(PYTHON)

@@ -5,6 +5,7 @@ figure is the median over the rounds. Peak memory is what is allocated beside th
 that fails, or whose result is wrong, is reported and gets no row.
 """
 
+import argparse
 import csv
 import datetime
 import gc
@@ -50,22 +51,32 @@ class Provider:
     run: Callable[[], Tensor]
 
 
-def environment(device: str) -> dict[str, str]:
-    """The columns that say where a row was measured."""
+def arguments(doc: str | None) -> argparse.Namespace:
+    """The command line that every benchmark has. doc: its module's docstring."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--cases", default="", help="comma-separated; see the module's docstring")
+    parser.add_argument("--rounds", type=int, default=7, help="times each provider is timed, in turns")
+    parser.add_argument("--out", type=Path, help="CSV file to append to")
+    parser.add_argument("--commit", default="", help="of the code that runs, where git cannot tell")
+    return parser.parse_args()
+
+
+def environment(device: str, commit: str) -> dict[str, str]:
+    """The columns that say where a row was measured. commit: of the code; empty asks git."""
     try:
         import triton
 
         triton_version = triton.__version__
     except ImportError:
         triton_version = "none"
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout
+    git = ["git", "rev-parse", "--short=12", "HEAD"]
+    commit = commit or subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
         "triton": triton_version,
-        "commit": commit.strip() or "unknown",
+        "commit": commit or "unknown",
         "date": datetime.date.today().isoformat(),
     }
 

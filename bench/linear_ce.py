@@ -1,17 +1,14 @@
 """Linear cross-entropy: forward alone and forward with backward, against torch and the peers that are installed.
 
-python -m bench.linear_ce [--device cuda|cpu] [--cases seed,llama,qwen,smoke] [--rounds 7] [--out FILE]
+python -m bench.linear_ce [--device cuda|cpu] [--cases seed,llama,qwen,smoke] [--rounds 7] [--out FILE] [--commit HASH]
 """
-
-import argparse
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import fusedce
-from bench.harness import Provider, environment, interleaved, peak_gib, rows_of, usable, write
+from bench.harness import Provider, arguments, environment, interleaved, peak_gib, rows_of, usable, write
 
 CASES = {
     "seed": (65536, 2048, 124160),
@@ -81,11 +78,11 @@ def floors(hidden: Tensor, weight: Tensor) -> list[Provider]:
     return [Provider("floor1", logits), Provider("floor3", three), Provider("floor4", four)]
 
 
-def bench(case: str, device: str, rounds: int) -> list:  # type: ignore[type-arg]
+def bench(case: str, device: str, rounds: int, commit: str) -> list:  # type: ignore[type-arg]
     """All rows of one case."""
     num_rows, depth, vocab = CASES[case]
     name = f"N{num_rows}_D{depth}_V{vocab}_random"
-    where = environment(device)
+    where = environment(device, commit)
     hidden, weight, target = inputs(case, device)
     scale = num_rows / min(CHUNK, num_rows)
     floor_times = interleaved(floors(hidden, weight), device, rounds)
@@ -135,16 +132,11 @@ def bench(case: str, device: str, rounds: int) -> list:  # type: ignore[type-arg
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cases", default="")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args()
+    options = arguments(__doc__)
     cases = options.cases or ("seed,llama,qwen" if options.device == "cuda" else "smoke")
     for case in cases.split(","):
         print(case, flush=True)
-        rows = bench(case, options.device, options.rounds)
+        rows = bench(case, options.device, options.rounds, options.commit)
         if options.out:
             write(rows, options.out)
 

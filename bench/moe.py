@@ -1,18 +1,16 @@
 """The experts of one MoE layer, routing given: forward alone and with backward, against torch and the peers installed.
 
-python -m bench.moe [--device cuda|cpu] [--cases A_16384,A_65536,B_16384,smoke] [--rounds 7] [--out FILE]
+python -m bench.moe [--device cuda|cpu] [--cases A_16384,A_65536,B_16384,smoke] [--rounds 7] [--out FILE] [--commit HASH]
 """
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import fusedce
-from bench.harness import Provider, environment, interleaved, peak_gib, rows_of, usable, write
+from bench.harness import Provider, arguments, environment, interleaved, peak_gib, rows_of, usable, write
 
 SHAPES = {"A": (2048, 768, 128, 8), "B": (2048, 512, 256, 8), "C": (4096, 14336, 8, 2), "smoke": (32, 16, 4, 2)}
 Layer = Callable[..., Tensor]
@@ -111,11 +109,11 @@ def floors(shape: str, num_tokens: int, device: str) -> list[Provider]:
     return [Provider("floor-fwd", forward), Provider("floor-fwd_bwd", whole)]
 
 
-def bench(case: str, device: str, rounds: int) -> list:  # type: ignore[type-arg]
+def bench(case: str, device: str, rounds: int, commit: str) -> list:  # type: ignore[type-arg]
     """All rows of one case, "SHAPE_TOKENS"."""
     shape, tokens = case.split("_")
     num_tokens = int(tokens)
-    name, where = f"{shape}_N{num_tokens}_skewed", environment(device)
+    name, where = f"{shape}_N{num_tokens}_skewed", environment(device, commit)
     rows = []
     for floor, times in interleaved(floors(shape, num_tokens, device), device, rounds).items():
         rows += rows_of({"floor": times}, where, "moe_experts", name, floor.removeprefix("floor-"))
@@ -158,16 +156,11 @@ def bench(case: str, device: str, rounds: int) -> list:  # type: ignore[type-arg
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cases", default="")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args()
+    options = arguments(__doc__)
     cases = options.cases or ("A_16384,A_65536,B_16384" if options.device == "cuda" else "smoke_64")
     for case in cases.split(","):
         print(case, flush=True)
-        rows = bench(case, options.device, options.rounds)
+        rows = bench(case, options.device, options.rounds, options.commit)
         if options.out:
             write(rows, options.out)
 

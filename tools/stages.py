@@ -55,7 +55,7 @@ STAGES = (
     Stage("bench-smoke", "ci", "{python} -m bench.linear_ce --device cpu --cases smoke --rounds 2", "torch"),
     Stage("wheel", "ci", "{python} tools/check_wheel.py", "wheel"),
     Stage("demo", "ci", "{python} tools/check_demo.py", "tyro"),
-    Stage("gpu", "gpu", f"{PYTEST} -m 'gpu and not slow'", "triton"),
+    Stage("gpu", "gpu", f"{PYTEST} -m 'gpu and not slow'", "triton", parallel=True),
     Stage("soak", "soak", f"{PYTEST} -m 'gpu and slow'", "triton"),
 )
 # A group that is asked for brings the cheaper ones along. A single stage may bear a group's name; the group is meant.

@@ -1,6 +1,6 @@
 """The experts of one MoE layer, routing given: forward alone and with backward, against torch and the peers installed.
 
-python -m bench.moe [--device cuda|cpu] [--cases A_16384,A_65536,B_16384,smoke] [--rounds 7] [--out FILE] [--commit HASH]
+python -m bench.moe [--device cuda|cpu] [--cases A_16384,A_65536,B_16384,smoke_64] [--rounds 7] [--out FILE]
 """
 
 from collections.abc import Callable

@@ -156,10 +156,11 @@ def mode_of(config: TrainConfig) -> str:
     return next(name for name, kind in MODES.items() if isinstance(config, kind))
 
 
-_AT_LEAST_1 = """steps save_every keep eval_every log_every length num_prompts group_size num_updates eval_prompts seq_len
-    batch_size eval_batches hidden_size num_layers num_heads num_kv_heads head_dim ffn_size num_experts top_k""".split()
-_AT_LEAST_0 = """vocab_size learned_positions threads micro_batch warmup_steps seed weight_decay final_lr kl_coef entropy_coef
-    clip_low clip_high""".split()
+_AT_LEAST_1 = """steps save_every keep eval_every log_every length num_prompts group_size num_updates eval_prompts
+    seq_len batch_size eval_batches hidden_size num_layers num_heads num_kv_heads head_dim ffn_size num_experts
+    top_k""".split()
+_AT_LEAST_0 = """vocab_size learned_positions threads micro_batch warmup_steps seed weight_decay final_lr kl_coef
+    entropy_coef clip_low clip_high""".split()
 _ABOVE_0 = "lr clip_norm temperature rope_theta norm_eps".split()
 
 
@@ -206,8 +207,8 @@ def update_size(config: TrainConfig) -> int:
 
 
 def fit(config: Config, num_tokens: int, length: int) -> Config:
-    """The config with its vocabulary size known; ConfigError when the data has a token id that the model has no row for,
-    or sequences longer than its learned positions.
+    """The config with its vocabulary size known; ConfigError when the model has no row for a token id of the data, or
+    no learned position for a token of its sequences.
     """
     size, positions = config.model.vocab_size or num_tokens, config.model.learned_positions
     _require(size >= num_tokens, config, "model.vocab_size", f"0 or at least {num_tokens} (the highest token id + 1)")

@@ -60,8 +60,8 @@ class Packed:
         self.num_windows = max(len(stream) - 1, 0) // config.seq_len
         if self.num_windows < config.batch_size:
             raise ConfigError(
-                f"data: the {name} text has {len(stream)} tokens, a batch takes {config.batch_size} × {config.seq_len}; "
-                "pass more text (--data) or a smaller --seq-len or --batch-size"
+                f"data: the {name} text has {len(stream)} tokens, a batch takes {config.batch_size} × {config.seq_len}"
+                "; pass more text (--data) or a smaller --seq-len or --batch-size"
             )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:

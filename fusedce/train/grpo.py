@@ -113,8 +113,10 @@ class GrpoTrainer(Trainer):
         prompts, truth = self.task.held_out(self.config.eval_prompts)
         with self.autocast():
             answers = generate(self.model, prompts.to(self.device), self.config.length, temperature=0).cpu()
-        self.example = self.task.show(prompts[0], answers[0])
-        return {"held_out_accuracy": tasks.exact(answers, truth).mean().item(), "held_out_prompts": float(len(prompts))}
+        accuracy = tasks.exact(answers, truth).mean().item()
+        self.headline = f"{self.describe()}: {accuracy:.1%} of {len(prompts)} held-out strings right"
+        self.example = f"for example {self.task.show(prompts[0], answers[0])}"
+        return {"held_out_accuracy": accuracy}
 
 
 @dataclass

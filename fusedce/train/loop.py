@@ -1,7 +1,7 @@
 """The loop that both modes share: learning rate, clipping, skipped steps, evaluation, checkpoints, signals, resume.
 
-A step draws from generators seeded by (seed, step), and the learning rate and the data order are functions of the step. So
-the whole state of a run is: weights, optimizer, step. On a CPU a resumed run is bitwise the uninterrupted one.
+A step draws from generators seeded by (seed, step); learning rate and data order are functions of the step. So the
+whole state of a run is: weights, optimizer, step. On a CPU a resumed run is bitwise the uninterrupted one.
 """
 
 import hashlib
@@ -41,13 +41,15 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 class Stop:
-    """While entered, SIGTERM and Ctrl-C only note which signal came; the loop ends after its step. A second one kills."""
+    """While entered, SIGTERM and Ctrl-C only leave a note; the loop then ends after its step. A second one kills."""
 
     def __init__(self) -> None:
         self.signal = 0
 
     def __enter__(self) -> "Stop":
-        self.before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.before: dict[int, Any] = {
+            number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
+        }
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -73,7 +75,7 @@ class Trainer(ABC):
             load_weights(self.model, checkpoint.load(Path(config.init))[1]["model"])
         self.model.to(self.device)
         self.load = ExpertLoad(self.model)
-        self.example = ""
+        self.headline = self.example = ""
         optim = config.optim
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -89,7 +91,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the held-out data, their names starting with held_out."""
+        """Metrics of the held-out data, their names starting with held_out; sets `headline` and `example`, for people."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -187,8 +189,6 @@ def load_weights(model: LM, tensors: dict[str, Tensor]) -> None:
         )
     for name, parameter in parameters.items():
         if parameter.shape != tensors[name].shape:
-            raise ConfigError(
-                f"model: {name} is {tuple(parameter.shape)} here and {tuple(tensors[name].shape)} in the checkpoint; pass "
-                "the --model options that it was trained with"
-            )
+            here, there = tuple(parameter.shape), tuple(tensors[name].shape)
+            raise ConfigError(f"model: {name} is {here} here and {there} in the checkpoint; pass its --model options")
         parameter.copy_(tensors[name])

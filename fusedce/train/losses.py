@@ -76,8 +76,8 @@ def policy_loss(
         old_logprob: (B,T) fp32 of the policy that sampled, no graph.
         advantage: (B,) from `group_advantages`, the same for every token of a row.
         weights: (B,T) from `token_weights`.
-        clip_low, clip_high: how far the ratio may fall and rise before its gradient stops; different: DAPO's clip-higher
-            (arXiv:2503.14476).
+        clip_low, clip_high: how far the ratio may fall and rise before its gradient stops; they differ in DAPO
+            (clip-higher, arXiv:2503.14476).
         ref_logprob: (B,T) of the reference, no graph; None leaves KL out.
 
     Returns:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fusedce.functional import LogProb, Routing, linear_cross_entropy, linear_logprob
-from fusedce.nn import MoE
+from fusedce.nn import MoE, Router
 from fusedce.train.config import ModelConfig
 
 INIT_STD = 0.02  # of embedding and head: a fresh model's next token is all but uniform
@@ -100,7 +100,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The language-model head: a weight (V, D) and the fused ops that use it. Called as a module, so that FSDP sees it."""
+    """The language-model head: a weight (V, D) and the fused ops on it. Called as a module, so that FSDP sees it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -125,8 +125,9 @@ class ExpertLoad:
 
     def __init__(self, model: "LM") -> None:
         self.counts = torch.zeros(model.config.num_layers, model.config.num_experts, dtype=torch.int64)
-        for row, block in enumerate(model.layers):
-            block.moe.router.register_forward_hook(functools.partial(self._count, row))
+        routers = [module for module in model.modules() if isinstance(module, Router)]
+        for row, router in enumerate(routers):
+            router.register_forward_hook(functools.partial(self._count, row))
 
     def _count(self, row: int, module: nn.Module, args: tuple[Tensor], routing: Routing) -> None:
         chosen = routing.top_k_index.flatten()
@@ -138,7 +139,7 @@ class ExpertLoad:
         self.counts.zero_()
 
     def imbalance(self) -> float:
-        """The busiest expert's load over the mean one's, the mean over layers: 1 is even, num_experts / top_k the worst.
+        """The busiest expert's load over the mean load, averaged over layers: 1 is even, num_experts / top_k the worst.
 
         A recomputed layer counts twice, which leaves the quotient as it is.
         """
@@ -153,18 +154,17 @@ class LM(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        nn.init.normal_(self.embed.weight, std=INIT_STD)
-        self.positions = None
-        if config.learned_positions:
-            self.positions = nn.Embedding(config.learned_positions, config.hidden_size)
-            nn.init.normal_(self.positions.weight, std=INIT_STD)
+        self.positions = (
+            nn.Embedding(config.learned_positions, config.hidden_size) if config.learned_positions else None
+        )
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = Head(config)
         if config.tied:
-            self.head.weight = self.embed.weight
-        else:
-            nn.init.normal_(self.head.weight, std=INIT_STD)
+            self.embed.weight = self.head.weight
+        for part in (self.embed, self.positions, self.head):
+            if part is not None:
+                nn.init.normal_(part.weight, std=INIT_STD)
         self.num_recomputed = round(config.recompute * config.num_layers)
 
     def forward(self, ids: Tensor, caches: list[KVCache] | None = None) -> Tensor:

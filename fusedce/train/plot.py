@@ -1,6 +1,7 @@
 """The curves of a run as one picture."""
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -16,7 +17,7 @@ COLOURS = {"reward": "#2a9d5c", "exact": "#2878b5", "held_out": "#c2418f", "entr
 
 def draw(rows: list[Metrics], mode: str, headline: str, subtitle: str, path: Path) -> None:
     """Write a PNG: the mode's main curves above, entropy or gradient norm and the expert load below."""
-    style = {"font.size": 10, "axes.edgecolor": GREY, "text.color": INK, "axes.labelcolor": INK}
+    style: Any = {"font.size": 10, "axes.edgecolor": GREY, "text.color": INK, "axes.labelcolor": INK}
     with plt.rc_context(style | {"xtick.color": GREY, "ytick.color": GREY}):
         figure = plt.figure(figsize=(9, 6), layout="constrained")
         grid = figure.add_gridspec(2, 2, height_ratios=(2.4, 1))

@@ -39,20 +39,15 @@ def run(config: TrainConfig, console: Console | None = None) -> int:
     tracker = Tracker(folder, trainer.config, title, trainer.step, console)
     with tracker:
         stopped = trainer.loop(tracker)
-    results = trainer.evaluate()
+    trainer.evaluate()  # once more: a signal may have come between two looks
     gone = clock(tracker.seconds())
-    if mode == "grpo":
-        headline = f"{trainer.describe()}: {results['held_out_accuracy']:.1%} of held-out strings right"
-    else:
-        headline = f"{trainer.describe()}: {results['held_out_bits_per_byte']:.3f} bits a byte on held-out files"
-    plot.draw(tracker.rows, mode, headline, f"{trainer.step} steps in {gone} · {title}", folder / "curve.png")
-    say = console.print
-    say(f"\n{headline} after {trainer.step} steps, {gone}", style="bold", highlight=False)
-    say(f"for example  {trainer.example}", highlight=False)
+    plot.draw(tracker.rows, mode, trainer.headline, f"{trainer.step} steps in {gone} · {title}", folder / "curve.png")
+    console.print(f"\n{trainer.headline}", style="bold", highlight=False)
+    console.print(f"{trainer.example}; {trainer.step} steps, {gone}", highlight=False)
     for name in ("curve.png", "metrics.jsonl", "latest"):
-        say(f"{name:13}  {folder / name}", highlight=False, soft_wrap=True)
+        console.print(f"  {folder / name}", highlight=False, soft_wrap=True)
     if stopped:
-        say(f"stopped by signal {stopped}; go on with: fusedce train --resume --out {folder}", style="yellow")
+        console.print(f"stopped by signal {stopped}; go on with: fusedce train --resume --out {folder}", style="yellow")
     return 128 + stopped if stopped else 0
 
 

@@ -52,5 +52,7 @@ class SftTrainer(Trainer):
             ids, target = (t.to(self.device) for t in self.held_out.batch(number))
             total += sum(float(loss) for loss in self.losses(ids, target))
         loss = total / self.config.eval_batches
-        self.example = f"{loss / math.log(2):.3f} bits a byte on held-out files"
-        return {"held_out_loss": loss, "held_out_bits_per_byte": loss / math.log(2)}
+        bits = loss / math.log(2)
+        self.headline = f"{self.describe()}: {bits:.3f} bits a byte on held-out files"
+        self.example = "an untrained model has 8.006, log2 of 257"
+        return {"held_out_loss": loss, "held_out_bits_per_byte": bits}

@@ -1,6 +1,7 @@
-"""What one sees of a run: metrics.jsonl always, a live panel on a terminal (plain lines elsewhere), metrics.csv on request."""
+"""What one sees of a run: metrics.jsonl, a live panel on a terminal or plain lines elsewhere, metrics.csv if asked."""
 
 import csv
+import itertools
 import json
 import math
 import os
@@ -60,7 +61,7 @@ def sparkline(values: list[float], top: float, width: int) -> str:
     picked = values
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
-        picked = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+        picked = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     return "".join(LEVELS[max(0, min(7, int(v / top * 8)))] if math.isfinite(v) else "!" for v in picked).ljust(width)
 
 

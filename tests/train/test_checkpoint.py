@@ -8,7 +8,10 @@ import torch
 
 from fusedce.train import checkpoint
 
-STATE = {"model": {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(1, dtype=torch.bfloat16)}, "optimizer": {"s": torch.tensor(3.0)}}  # fmt: skip
+STATE = {
+    "model": {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(1, dtype=torch.bfloat16)},
+    "optimizer": {"s": torch.tensor(3.0)},
+}
 
 
 def save(run: Path, *steps: int, keep: int = 3) -> None:

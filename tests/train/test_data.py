@@ -91,7 +91,7 @@ def test_one_file_is_cut(tmp_path: Path) -> None:
 
 
 def test_too_little_text(sft: SftConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="one batch takes 4 × 32"):
+    with pytest.raises(ConfigError, match="a batch takes 4 × 32"):
         data.Packed(torch.arange(100), sft, "training")
     with pytest.raises(ConfigError, match="data: no .py, .txt, .md file"):
         data.read(str(tmp_path / "nothing"))

@@ -173,12 +173,13 @@ BAD = {
     "model.backend is 'cuda'": ["--model.backend", "cuda"],
     "temperature is nan": ["--temperature", "nan"],
     "group_size is 1": ["--group-size", "1"],
+    "model.learned_positions is 16; expected 0 or at least 17": ["--length", "8"],
     "steps is 0": ["--steps", "0"],
     "out is ''": ["--resume"],
     "no checkpoint that can be read": ["--resume", "--out", "OUT"],
     "nothing/manifest.json: No such file": ["--init", "OUT/nothing"],
     "data: no .py": ["sft", "--data", "OUT"],
-    "one batch takes 8 × 99999": ["sft", "--seq-len", "99999"],
+    "a batch takes 8 × 99999": ["sft", "--seq-len", "99999"],
     "batch_size is -8": ["sft", "--batch-size", "-8"],
 }
 

@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 GIB = 2**30
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ def arguments(doc: str | None) -> argparse.Namespace:
     parser.add_argument("--cases", default="", help="comma-separated; see the module's docstring")
     parser.add_argument("--rounds", type=int, default=7, help="times each provider is timed, in turns")
     parser.add_argument("--out", type=Path, help="CSV file to append to")
+    parser.add_argument("--providers", default="", help="comma-separated; default all that are installed")
     parser.add_argument("--commit", default="", help="of the code that runs, where git cannot tell")
     return parser.parse_args()
 
@@ -95,6 +98,11 @@ def elapsed_ms(run: Callable[[], object], device: str) -> float:
     return before.elapsed_time(after)
 
 
+def chosen(found: dict[str, T], names: str) -> dict[str, T]:
+    """The providers named on the command line, all where none is."""
+    return {name: value for name, value in found.items() if not names or name in names.split(",")}
+
+
 def interleaved(providers: list[Provider], device: str, rounds: int, warmup: int = 2) -> dict[str, list[float]]:
     """The times of every provider in ms, `rounds` of them, taken in turns."""
     for provider in providers:
@@ -126,6 +134,7 @@ def usable(providers: list[Provider], gold: Tensor, tolerance: float) -> list[Pr
     reason."""
     good = []
     for provider in providers:
+        print(f"  {provider.name} …", flush=True)
         try:
             out = provider.run().detach().double()
         except Exception as error:  # a peer may fail in any way, and the others are still to be measured

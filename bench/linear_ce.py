@@ -1,6 +1,6 @@
 """Linear cross-entropy: forward alone and forward with backward, against torch and the peers that are installed.
 
-python -m bench.linear_ce [--device cuda|cpu] [--cases seed,llama,qwen,smoke] [--rounds 7] [--out FILE] [--commit HASH]
+python -m bench.linear_ce [--cases seed,llama,qwen,smoke] [--providers …] [--out FILE] [--help]
 """
 
 import torch
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedce
-from bench.harness import Provider, arguments, environment, interleaved, peak_gib, rows_of, usable, write
+from bench.harness import Provider, arguments, chosen, environment, interleaved, peak_gib, rows_of, usable, write
 
 CASES = {
     "seed": (65536, 2048, 124160),
@@ -78,7 +78,7 @@ def floors(hidden: Tensor, weight: Tensor) -> list[Provider]:
     return [Provider("floor1", logits), Provider("floor3", three), Provider("floor4", four)]
 
 
-def bench(case: str, device: str, rounds: int, commit: str) -> list:  # type: ignore[type-arg]
+def bench(case: str, device: str, rounds: int, commit: str, names: str) -> list:  # type: ignore[type-arg]
     """All rows of one case."""
     num_rows, depth, vocab = CASES[case]
     name = f"N{num_rows}_D{depth}_V{vocab}_random"
@@ -111,7 +111,7 @@ def bench(case: str, device: str, rounds: int, commit: str) -> list:  # type: ig
 
         return run
 
-    found = losses(device)
+    found = chosen(losses(device), names)
     for provider, loss in found.items():
         with torch.no_grad():
             off = loss(hidden[head], weight, target[head]) - gold_loss
@@ -136,7 +136,7 @@ def main() -> None:
     cases = options.cases or ("seed,llama,qwen" if options.device == "cuda" else "smoke")
     for case in cases.split(","):
         print(case, flush=True)
-        rows = bench(case, options.device, options.rounds, options.commit)
+        rows = bench(case, options.device, options.rounds, options.commit, options.providers)
         if options.out:
             write(rows, options.out)
 

@@ -1,6 +1,6 @@
 """The experts of one MoE layer, routing given: forward alone and with backward, against torch and the peers installed.
 
-python -m bench.moe [--device cuda|cpu] [--cases A_16384,A_65536,B_16384,smoke_64] [--rounds 7] [--out FILE]
+python -m bench.moe [--cases A_16384,A_65536,B_16384,smoke_64] [--providers …] [--out FILE] [--help]
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedce
-from bench.harness import Provider, arguments, environment, interleaved, peak_gib, rows_of, usable, write
+from bench.harness import Provider, arguments, chosen, environment, interleaved, peak_gib, rows_of, usable, write
 
 SHAPES = {"A": (2048, 768, 128, 8), "B": (2048, 512, 256, 8), "C": (4096, 14336, 8, 2), "smoke": (32, 16, 4, 2)}
 Layer = Callable[..., Tensor]
@@ -109,7 +109,7 @@ def floors(shape: str, num_tokens: int, device: str) -> list[Provider]:
     return [Provider("floor-fwd", forward), Provider("floor-fwd_bwd", whole)]
 
 
-def bench(case: str, device: str, rounds: int, commit: str) -> list:  # type: ignore[type-arg]
+def bench(case: str, device: str, rounds: int, commit: str, names: str) -> list:  # type: ignore[type-arg]
     """All rows of one case, "SHAPE_TOKENS"."""
     shape, tokens = case.split("_")
     num_tokens = int(tokens)
@@ -138,7 +138,7 @@ def bench(case: str, device: str, rounds: int, commit: str) -> list:  # type: ig
 
         return run
 
-    found = layers(device)
+    found = chosen(layers(device), names)
     gold_layer = torch_grouped if device == "cuda" else torch_eager
     gold, gold_grad = forward(gold_layer)().clone(), whole(gold_layer)().clone()
     forwards = usable([Provider(n, forward(layer)) for n, layer in found.items()], gold, 1e-2)
@@ -160,7 +160,7 @@ def main() -> None:
     cases = options.cases or ("A_16384,A_65536,B_16384" if options.device == "cuda" else "smoke_64")
     for case in cases.split(","):
         print(case, flush=True)
-        rows = bench(case, options.device, options.rounds, options.commit)
+        rows = bench(case, options.device, options.rounds, options.commit, options.providers)
         if options.out:
             write(rows, options.out)
 

@@ -91,7 +91,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the held-out data, their names starting with held_out; sets `headline` and `example`, for people."""
+        """Metrics of the held-out data, their names starting with held_out; sets `headline` and `example`."""
 
     @abstractmethod
     def describe(self) -> str:

@@ -1,5 +1,6 @@
 """One run from config to curve: check, build, resume, loop, picture, summary."""
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,8 +57,12 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     arguments = list(arguments)
     mode = arguments.pop(0) if arguments and arguments[0] in MODES else "grpo"
     default = MODES[mode]()
-    if "--resume" in arguments and "--out" in arguments[:-1]:
-        found = checkpoint.published(Path(arguments[arguments.index("--out") + 1]))
+    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    peek.add_argument("--out")
+    peek.add_argument("--resume", action="store_true")
+    early, _ = peek.parse_known_args(arguments)
+    if early.resume and early.out:
+        found = checkpoint.published(Path(early.out))
         default = next((c for c in map(_config_of, found) if c), default)
     config, unknown = tyro.cli(
         type(default), default=default, args=arguments, prog=f"fusedce train {mode}", return_unknown_args=True

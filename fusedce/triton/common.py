@@ -21,7 +21,12 @@ def dot(a, b, acc):
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+    if a.dtype == tl.float32:
+        # A block summed on its own, then added: fewer roundings in a row than one long chain of multiply-adds.
+        acc += tl.dot(a, b, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit

@@ -223,7 +223,7 @@ def test_another_models_weights(grpo: GrpoConfig, tmp_path: Path, console: Conso
 
 def test_resume_takes_the_runs_own_config(grpo: GrpoConfig, console: Console) -> None:
     run.run(grpo, console)
-    config = run.parse(["--resume", "--out", grpo.out, "--steps", "8"])
+    config = run.parse(["--resume", f"--out={grpo.out}", "--steps", "8"])
     assert isinstance(config, GrpoConfig) and config.model.hidden_size == 16
     assert run.run(config, console) == 0
     assert [row["step"] for row in metrics(config)] == list(range(1, 9))

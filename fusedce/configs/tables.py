@@ -38,7 +38,7 @@ TABLES = {
     "generic": _GENERIC,
 }
 # fp32 operands run on the FMA units, where a large tile only costs registers.
-_FP32 = GemmTile(64, 64, 32, num_warps=4, num_stages=2)
+_FP32 = GemmTile(64, 64, 32, num_warps=8, num_stages=2)
 
 
 def tile_for(stage: str, arch: Arch, itemsize: int) -> GemmTile:

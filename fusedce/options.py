@@ -1,10 +1,32 @@
 """Frozen dataclasses that users pass and get."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["MoEPlan"]
+__all__ = ["LogitOptions", "MoEPlan", "Upstream"]
+
+
+@dataclass(frozen=True)
+class LogitOptions:
+    """How plain logits become those of the softmax, z = cap(x) / temperature, and which rows take part.
+
+    ignore_index: the target of rows that do not. temperature: above 0. softcap: cap(x) = softcap · tanh(x / softcap);
+    0 for none.
+    """
+
+    ignore_index: int = -100
+    temperature: float = 1.0
+    softcap: float = 0.0
+
+
+class Upstream(NamedTuple):
+    """The upstream gradients of the per-token results, each (N,)."""
+
+    d_logprob: Tensor
+    d_entropy: Tensor
+    d_lse: Tensor
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fusedce.chunked import row_chunks
+from fusedce.options import LogitOptions, Upstream
 
 
 def linear_logprob(
@@ -11,9 +12,7 @@ def linear_logprob(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
-    ignore_index: int,
-    temperature: float,
-    softcap: float,
+    options: LogitOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-prob of the target, entropy and log-sum-exp of softmax(cap(hidden·weightᵀ + bias) / temperature), per row,
     and the normalizer (N,2): maximum m and log Σ e^(z−m).
@@ -22,8 +21,8 @@ def linear_logprob(
     logprob, entropy, lse = (hidden.new_zeros(hidden.shape[0], dtype=dtype) for _ in range(3))
     normalizer = hidden.new_zeros((hidden.shape[0], 2), dtype=dtype)
     for rows in _chunks(hidden, weight, dtype):
-        logits, _ = _logits(hidden[rows], weight, bias, temperature, softcap, dtype)
-        kept = target[rows] != ignore_index
+        logits, _ = _logits(hidden[rows], weight, bias, options, dtype)
+        kept = target[rows] != options.ignore_index
         inside = (target[rows] >= 0) & (target[rows] < weight.shape[0])
         row_max = logits.amax(1)
         # A row that is all −inf is shifted by 0: −inf − (−inf) would hide that nothing is there.
@@ -41,30 +40,27 @@ def linear_logprob(
 
 
 def linear_logprob_backward(
-    d_logprob: Tensor,
-    d_entropy: Tensor,
-    d_lse: Tensor,
+    upstream: Upstream,
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
     entropy: Tensor,
     normalizer: Tensor,
-    ignore_index: int,
-    temperature: float,
-    softcap: float,
+    options: LogitOptions,
     mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d_hidden, d_weight, d_bias. With (m, s) the normalizer, p = exp(z − m − s), H the entropy and y the target,
     d_z = p·(d_lse − d_entropy·(log p + H)) + d_logprob·([j = y] − p).
     """
+    d_logprob, d_entropy, d_lse = upstream
     dtype = _accumulate_dtype(hidden)
     d_hidden = hidden.new_empty(hidden.shape) if mask[0] else hidden.new_empty(0)
     d_weight = weight.new_zeros(weight.shape if mask[1] else (0,), dtype=dtype)
     d_bias = weight.new_zeros(weight.shape[:1] if mask[2] else (0,), dtype=dtype)
     for rows in _chunks(hidden, weight, dtype):
-        logits, slope = _logits(hidden[rows], weight, bias, temperature, softcap, dtype)
-        kept = target[rows] != ignore_index
+        logits, slope = _logits(hidden[rows], weight, bias, options, dtype)
+        kept = target[rows] != options.ignore_index
         log_probs = (logits - normalizer[rows, :1]) - normalizer[rows, 1:]
         probs = log_probs.exp()
         # p·log p is 0 where p is 0, although log p may be −inf there.
@@ -97,17 +93,17 @@ def _chunks(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> list[slice]:
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float, dtype: torch.dtype
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LogitOptions, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | float]:
     """The logits after softcap and temperature, and their slope against the plain ones."""
     # Upcast operands multiply exactly as 16-bit ones with an fp32 sum; 16-bit GEMMs on a CPU are slow and round.
     logits = hidden.to(dtype) @ weight.to(dtype).t()
     if bias is not None:
         logits = logits + bias.to(dtype)
-    if not softcap:
-        return logits / temperature, 1.0 / temperature
-    bent = torch.tanh(logits / softcap)
-    return softcap / temperature * bent, (1.0 - bent * bent) / temperature
+    if not options.softcap:
+        return logits / options.temperature, 1.0 / options.temperature
+    bent = torch.tanh(logits / options.softcap)
+    return options.softcap / options.temperature * bent, (1.0 - bent * bent) / options.temperature
 
 
 def _entropy(log_probs: Tensor) -> Tensor:

@@ -4,11 +4,14 @@ The logits are written and read once, 8·V bytes a row, and no value is rounded 
 csrc/kernels/linear_ce_rows.cu.
 """
 
+from dataclasses import astuple
+
 import torch
 from torch import Tensor
 
 from fusedce import chunked
 from fusedce.hip import extension
+from fusedce.options import LogitOptions, Upstream
 
 
 def linear_logprob(
@@ -16,9 +19,7 @@ def linear_logprob(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
-    ignore_index: int,
-    temperature: float,
-    softcap: float,
+    options: LogitOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logprob, entropy, lse (N,) and normalizer (N,2), fp32. See `fusedce.eager.linear_ce` for the formula.
 
@@ -31,25 +32,21 @@ def linear_logprob(
     target, bias = target.contiguous(), _row_bias(bias)
     for start, stop in chunked.row_chunks(num_rows, _row_width(vocab) * 4):
         torch.ops.fusedce_native.logprob_rows(
-            _logits(hidden[start:stop], weight), target[start:stop], bias, ignore_index, temperature, softcap,
+            _logits(hidden[start:stop], weight), target[start:stop], bias, *astuple(options),
             logprob[start:stop], entropy[start:stop], lse[start:stop], normalizer[start:stop],
         )  # fmt: skip
     return logprob, entropy, lse, normalizer
 
 
 def linear_logprob_backward(
-    d_logprob: Tensor,
-    d_entropy: Tensor,
-    d_lse: Tensor,
+    upstream: Upstream,
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
     entropy: Tensor,
     normalizer: Tensor,
-    ignore_index: int,
-    temperature: float,
-    softcap: float,
+    options: LogitOptions,
     mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d_hidden (N,D), d_weight (V,D), d_bias (V,). See `fusedce.eager.linear_ce` for the formula.
@@ -57,9 +54,9 @@ def linear_logprob_backward(
     Memory: one chunk's logits and their gradient, within `env.workspace_bytes()`, and d_weight in fp32. Bitwise
     repeatable.
     """
-    scale = chunked.batch_scale(d_logprob, d_entropy, d_lse)
+    scale = chunked.batch_scale(*upstream)
     # .sum() hands down an expanded gradient, N times one number; the kernel reads N numbers.
-    d_logprob, d_entropy, d_lse = (grad.contiguous() for grad in (d_logprob, d_entropy, d_lse))
+    d_logprob, d_entropy, d_lse = (grad.contiguous() for grad in upstream)
     entropy, normalizer = entropy.contiguous(), normalizer.contiguous()
     target, row_bias = target.contiguous(), _row_bias(bias)
     vocab = weight.shape[0]
@@ -67,12 +64,12 @@ def linear_logprob_backward(
 
     def fill_d_logits(start: int, stop: int, out: Tensor) -> None:
         torch.ops.fusedce_native.d_logits_rows(
-            _logits(hidden[start:stop], weight), target[start:stop], row_bias, ignore_index, temperature, softcap,
+            _logits(hidden[start:stop], weight), target[start:stop], row_bias, *astuple(options),
             d_logprob[start:stop], d_entropy[start:stop], d_lse[start:stop],
             entropy[start:stop], normalizer[start:stop], scale, out,
         )  # fmt: skip
 
-    return chunked.gradients(fill_d_logits, hidden, weight, target != ignore_index, mask, scale, row_bytes)
+    return chunked.gradients(fill_d_logits, hidden, weight, target != options.ignore_index, mask, scale, row_bytes)
 
 
 def _row_bias(bias: Tensor | None) -> Tensor | None:

@@ -6,6 +6,7 @@ from torch import Tensor
 from fusedce import flags
 from fusedce.ops import registry
 from fusedce.ops.schema import LIB, NAMESPACE
+from fusedce.options import LogitOptions, Upstream
 
 
 def _logprob(
@@ -24,7 +25,7 @@ def _logprob(
     choice = registry.choose("linear_logprob", backend, hidden.device, hidden.dtype)
     flags.report_outside("linear_logprob", "target", target, weight.shape[0], ignore_index)
     run = registry.function(choice, "linear_logprob")
-    return run(hidden, weight, target, bias, ignore_index, temperature, softcap)
+    return run(hidden, weight, target, bias, LogitOptions(ignore_index, temperature, softcap))
 
 
 def _logprob_backward(
@@ -45,8 +46,8 @@ def _logprob_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     choice = registry.choose("linear_logprob", backend, hidden.device, hidden.dtype)
     run = registry.function(choice, "linear_logprob_backward")
-    upstream = (d_logprob, d_entropy, d_lse)
-    return run(*upstream, hidden, weight, target, bias, entropy, normalizer, ignore_index, temperature, softcap, mask)
+    upstream, options = Upstream(d_logprob, d_entropy, d_lse), LogitOptions(ignore_index, temperature, softcap)
+    return run(upstream, hidden, weight, target, bias, entropy, normalizer, options, mask)
 
 
 def _check_sizes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:

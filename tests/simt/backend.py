@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fusedce._C  # noqa: F401  (registers the ops)
 from fusedce import chunked, eager, hip
+from fusedce.options import LogitOptions, Upstream
 from tests.paired import assert_close
 from tests.simt.host_kernels import HostKernels, Rows, load
 
@@ -54,10 +55,10 @@ def check(num_rows: int, vocab: int, with_bias: bool, temperature: float, softca
 
     def results(backend, dtype: torch.dtype) -> list[Tensor]:  # type: ignore[no-untyped-def]
         inputs = (hidden.to(dtype), weight.to(dtype), target, None if bias is None else bias.to(dtype))
-        options = (-100, temperature, softcap)
-        logprob, entropy, lse, normalizer = backend.linear_logprob(*inputs, *options)
+        options = LogitOptions(-100, temperature, softcap)
+        logprob, entropy, lse, normalizer = backend.linear_logprob(*inputs, options)
         gradients = backend.linear_logprob_backward(
-            *(g.to(dtype) for g in upstream), *inputs, entropy, normalizer, *options, [True, True, with_bias]
+            Upstream(*(g.to(dtype) for g in upstream)), *inputs, entropy, normalizer, options, [True, True, with_bias]
         )
         return [logprob, entropy, lse, *gradients]
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fusedce import arch, chunked
 from fusedce.configs import GemmTile, tile_for
+from fusedce.options import LogitOptions, Upstream
 from fusedce.triton.common import grouped_order, launch_options, round_to, unit_rows
 from fusedce.triton.linear_ce.logits import logits_slope, logits_tile
 
@@ -66,15 +67,19 @@ def d_logits_bwd_kernel(
     log_probs = (logits - row_max[:, None]) - log_sum[:, None]
     probs = tl.exp(log_probs)
     # p·(log p + H) is 0 where p is 0, although log p may be −inf there.
-    surprise = tl.where(probs == 0.0, 0.0, log_probs + entropy[:, None])
-    is_target = offs_v.to(tl.int64)[None, :] == target[:, None]
+    surprise = tl.where(probs == 0.0, 0.0, log_probs) + entropy[:, None]
+    # Compared in 32 bits, to spare registers, after a test in 64: 2³² is not word 0.
+    column = tl.where((target >= 0) & (target < vocab), target, -1).to(tl.int32)
+    is_target = offs_v[None, :] == column[:, None]
     # 1 − p is exact where p is near 1; p·(… − d_logprob) + d_logprob would round there.
     d_logits = probs * (d_lse[:, None] - d_entropy[:, None] * surprise)
     d_logits += d_logprob[:, None] * (tl.where(is_target, 1.0, 0.0) - probs)
     slope = logits_slope(logits, inv_temperature, softcap, HAS_SOFTCAP)
     # Select, do not multiply: an ignored row may hold NaN or inf.
-    d_logits = tl.where((target != ignore_index)[:, None], d_logits * slope, 0.0)
-    out_ptrs = out_ptr + offs_n.to(tl.int64)[:, None] * out_stride + offs_v[None, :]
+    d_logits = tl.where((target != ignore_index)[:, None], d_logits, 0.0) * slope
+    # The tile's corner in int64; inside it 32 bits do, and leave registers to the accumulators.
+    corner = out_ptr + block_n.to(tl.int64) * BLOCK_N * out_stride + block_v * BLOCK_V
+    out_ptrs = corner + tl.arange(0, BLOCK_N)[:, None] * out_stride + tl.arange(0, BLOCK_V)[None, :]
     tl.store(out_ptrs, round_to(d_logits, out_ptr.dtype.element_ty), mask=mask_n[:, None] & (offs_v < vocab)[None, :])
 
 
@@ -110,18 +115,14 @@ def constexprs(tile: GemmTile, depth: int = 0, has_bias: bool = True, has_softca
 
 
 def linear_logprob_backward(
-    d_logprob: Tensor,
-    d_entropy: Tensor,
-    d_lse: Tensor,
+    upstream: Upstream,
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
     entropy: Tensor,
     normalizer: Tensor,
-    ignore_index: int,
-    temperature: float,
-    softcap: float,
+    options: LogitOptions,
     mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d_hidden, d_weight, d_bias. See `fusedce.eager.linear_ce` for the formula, `fusedce.chunked` for the two
@@ -129,9 +130,9 @@ def linear_logprob_backward(
     depth, vocab = hidden.shape[1], weight.shape[0]
     hidden, weight, target = unit_rows(hidden), unit_rows(weight), target.contiguous()
     machine = arch.of_device(hidden.device)
-    tile = tile_for(STAGE_WITH_OPTIONS if softcap else STAGE, machine, hidden.element_size())
-    scale = chunked.batch_scale(d_logprob, d_entropy, d_lse)
-    row_numbers = torch.stack((d_logprob, d_entropy, d_lse, entropy), 1)
+    tile = tile_for(STAGE_WITH_OPTIONS if options.softcap else STAGE, machine, hidden.element_size())
+    scale = chunked.batch_scale(*upstream)
+    row_numbers = torch.stack((*upstream, entropy), 1)
     bias_or_any = weight if bias is None else bias.contiguous()
 
     def fill_d_logits(start: int, stop: int, out: Tensor) -> None:
@@ -139,10 +140,11 @@ def linear_logprob_backward(
         with torch.cuda.device_of(hidden):
             KERNEL[grid](
                 hidden[start:], weight, target[start:], bias_or_any, row_numbers[start:], normalizer[start:], scale,
-                out, stop - start, vocab, depth, hidden.stride(0), weight.stride(0), out.stride(0), 1.0 / temperature,
-                softcap, ignore_index, **constexprs(tile, depth, bias is not None, softcap != 0.0),
+                out, stop - start, vocab, depth, hidden.stride(0), weight.stride(0), out.stride(0),
+                1.0 / options.temperature, options.softcap, options.ignore_index,
+                **constexprs(tile, depth, bias is not None, options.softcap != 0.0),
                 **launch_options(tile, machine),
             )  # fmt: skip
 
     row_bytes = vocab * hidden.element_size()
-    return chunked.gradients(fill_d_logits, hidden, weight, target != ignore_index, mask, scale, row_bytes)
+    return chunked.gradients(fill_d_logits, hidden, weight, target != options.ignore_index, mask, scale, row_bytes)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fusedce import arch
 from fusedce.configs import GemmTile, tile_for
+from fusedce.options import LogitOptions
 from fusedce.triton.common import grouped_order, launch_options, unit_rows
 from fusedce.triton.linear_ce.finish import merge_partials
 from fusedce.triton.linear_ce.logits import logits_tile
@@ -93,25 +94,23 @@ def linear_logprob(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
-    ignore_index: int,
-    temperature: float,
-    softcap: float,
+    options: LogitOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logprob, entropy, lse (N,) and normalizer (N,2), fp32. See `fusedce.eager.linear_ce` for the formula."""
     (num_rows, depth), vocab = hidden.shape, weight.shape[0]
     hidden, weight, target = unit_rows(hidden), unit_rows(weight), target.contiguous()
     machine = arch.of_device(hidden.device)
-    tile = tile_for(STAGE_WITH_OPTIONS if softcap else STAGE, machine, hidden.element_size())
+    tile = tile_for(STAGE_WITH_OPTIONS if options.softcap else STAGE, machine, hidden.element_size())
     num_splits = triton.cdiv(triton.cdiv(vocab, tile.block_n), BLOCKS_PER_SPLIT)
     partial = hidden.new_empty((num_splits, num_rows, 4), dtype=torch.float32)
     if num_rows:
         with torch.cuda.device_of(hidden):
             KERNEL[(triton.cdiv(num_rows, tile.block_m) * num_splits,)](
                 hidden, weight, target, weight if bias is None else bias.contiguous(), partial, num_rows, vocab, depth,
-                hidden.stride(0), weight.stride(0), 1.0 / temperature, softcap,
-                **constexprs(tile, depth, bias is not None, softcap != 0.0), **launch_options(tile, machine),
+                hidden.stride(0), weight.stride(0), 1.0 / options.temperature, options.softcap,
+                **constexprs(tile, depth, bias is not None, options.softcap != 0.0), **launch_options(tile, machine),
             )  # fmt: skip
-    return merge_partials(partial, target, vocab, ignore_index)
+    return merge_partials(partial, target, vocab, options.ignore_index)
 
 
 KERNEL = logprob_fwd_kernel

@@ -51,8 +51,10 @@ STAGES = (
     # Sets TRITON_INTERPRET before Triton is imported: a process of its own.
     Stage("interpret", "test", f"{PYTEST} tests/interpret -m 'interpret and not gpu'", "triton", parallel=True),
     Stage("compile-matrix", "ci", f"{PYTEST} -m compile", "triton", parallel=True),
+    Stage("oldest-triton", "ci", "{python} tools/oldest_triton.py", "triton", parallel=True),
     Stage("native", "ci", f"{PYTEST} -m '(native or slow) and not gpu and not compile'", "pybind11"),
-    Stage("bench-smoke", "ci", "{python} -m bench.linear_ce --device cpu --cases smoke --rounds 2", "torch"),
+    Stage("bench-linear-ce", "ci", "{python} -m bench.linear_ce --device cpu --cases smoke --rounds 2", "torch"),
+    Stage("bench-moe", "ci", "{python} -m bench.moe --device cpu --cases smoke_64 --rounds 2", "torch"),
     Stage("wheel", "ci", "{python} tools/check_wheel.py", "wheel"),
     Stage("demo", "ci", "{python} tools/check_demo.py", "tyro"),
     Stage("gpu", "gpu", f"{PYTEST} -m 'gpu and not slow'", "triton", parallel=True),

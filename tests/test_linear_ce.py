@@ -139,6 +139,21 @@ def test_repeats_are_bitwise_equal(place: Place) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+def check_rows_alone(device: str) -> None:
+    """Triton's results of a row, bitwise, in a batch, in a part of it and alone."""
+    case = Case(150, 700, 40, dtype=BF16, has_bias=True, every_ignored=0)
+    hidden, weight, target, bias = case.inputs(device)
+    whole = ours(case, "triton", hidden, weight, target, bias)
+    for rows in (slice(0, 1), slice(70, 140), slice(149, 150)):
+        part = ours(case, "triton", hidden[rows], weight, target[rows], bias)
+        assert all(torch.equal(w[rows], p) for w, p in zip(whole, part, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_row_does_not_depend_on_the_others() -> None:
+    check_rows_alone("cuda")
+
+
 @pytest.mark.parametrize("chunk_mb", ["1", "4"])
 def test_chunks_change_nothing_but_the_rounding(chunk_mb: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(700, 1500, 16, dtype=FP32)

@@ -22,8 +22,8 @@ def dot(a, b, acc):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     if a.dtype == tl.float32:
-        # A block is summed on its own, then joined: one long chain of fp32 multiply-adds rounds 2.5 times as far off
-        # at D = 129. Subtracted, because Triton makes the chain of a sum again.
+        # A block is summed on its own, then joined: one long chain of fp32 multiply-adds rounds further off.
+        # Subtracted, because Triton makes the chain of a sum again.
         acc -= tl.dot(-a, b, input_precision="ieee")
     else:
         acc = tl.dot(a, b, acc, input_precision="ieee")

@@ -168,11 +168,13 @@ WRONG_FOR_THE_OP = [
     dict(weight=W.bfloat16()),
     dict(weight=torch.empty(0, 4)),
     dict(bias=torch.ones(3)),
+    dict(temperature=0.0),
+    dict(softcap=-1.0),
 ]
 
 
 @pytest.mark.parametrize("change", WRONG_FOR_THE_OP)
-def test_a_direct_call_of_the_op_reads_nothing_out_of_bounds(change: dict[str, torch.Tensor]) -> None:
+def test_a_direct_call_of_the_op_reads_nothing_out_of_bounds(change: dict[str, object]) -> None:
     arguments = {"hidden": H, "weight": W, "target": Y, "bias": None, **change}
     with pytest.raises((ValueError, TypeError)):
         torch.ops.fusedce.linear_logprob(**arguments)

@@ -1,5 +1,7 @@
 """linear_ce and linear_logprob as torch ops: implementation by the chosen backend, fake, autograd."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,12 @@ def _logprob(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     flags.raise_pending()
     _check_sizes(hidden, weight, target, bias)
+    torch._check_value(
+        0 < temperature < math.inf and 0 <= softcap < math.inf,
+        lambda: (
+            f"fusedce.linear_logprob: temperature is {temperature} and softcap {softcap}; expected above 0 and from 0"
+        ),
+    )
     choice = registry.choose("linear_logprob", backend, hidden.device, hidden.dtype)
     flags.report_outside("linear_logprob", "target", target, weight.shape[0], ignore_index)
     run = registry.function(choice, "linear_logprob")

@@ -145,14 +145,15 @@ def test_repeats_are_bitwise_equal(place: Place) -> None:
 
 
 def test_mo_a13_chunks_of_tokens_give_what_all_give_at_once(place: Place) -> None:
-    """prime-rl#3411: the result must not depend on the number of chunks. Bitwise in Triton, where no BLAS chooses."""
+    """prime-rl#3411: the result must not depend on the number of chunks. Bitwise in Triton on a GPU, where no
+    BLAS chooses."""
     hidden, gate_up, down, weights, index = Case(50, 24, 20, 4, 2).inputs(place.device)
     (whole,) = ours(place.backend, hidden, gate_up, down, weights, index)
     for count in (2, 3, 7):
         parts = zip(*(t.chunk(count) for t in (hidden, weights, index)), strict=True)
         out = torch.cat([ours(place.backend, h, gate_up, down, w, i)[0] for h, w, i in parts])
         assert torch.allclose(out, whole, atol=1e-5)
-        assert place.backend == "eager" or torch.equal(out, whole)
+        assert place != Place("cuda", "triton") or torch.equal(out, whole)
 
 
 def test_a_nan_weight_or_token_spoils_its_own_token_only(place: Place) -> None:

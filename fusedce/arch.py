@@ -1,6 +1,6 @@
 """What the kernels need to know of a machine: one frozen row per architecture, from a name or from a device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def amd_arch(gcn_name: str) -> Arch:
 
 
 def of_device(device: "torch.device | str") -> Arch:
-    """The row for a torch device. A CPU gets "generic".
+    """The row for a torch device, with the number of units that it has. A CPU gets "generic".
 
     ROCm answers get_device_capability() with (9, 4) on MI300X, which reads as Hopper: the vendor is asked first.
     """
@@ -73,6 +73,6 @@ def of_device(device: "torch.device | str") -> Arch:
     if torch.device(device).type != "cuda":
         return ARCHS["generic"]
     properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return amd_arch(properties.gcnArchName)
-    return nvidia_arch(properties.major, properties.minor)
+    is_amd = torch.version.hip is not None
+    row = amd_arch(properties.gcnArchName) if is_amd else nvidia_arch(properties.major, properties.minor)
+    return replace(row, num_units=properties.multi_processor_count)

@@ -5,7 +5,6 @@ GEMMs that a vendor library runs at its full rate. The buffer is all of [tokens 
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,96 +12,127 @@ from torch import Tensor
 from fusedce import env
 
 ROW_MULTIPLE = 128
+# The output tile of the vendor's GEMM that gives d_hidden: how many of them a chunk makes decides how full its last
+# wave of tiles is.
+GEMM_TILE = (128, 256)
+
+Chunks = list[tuple[int, int]]
 
 
-def row_chunks(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Balanced (start, stop) ranges over the rows, each within `env.workspace_bytes()`, multiples of 128 rows but the
-    last.
+def row_chunks(num_rows: int, row_bytes: int, most_bytes: int | None = None) -> Chunks:
+    """Balanced (start, stop) ranges over the rows, each within the memory, multiples of 128 rows but the last.
 
-    row_bytes: workspace bytes a row takes.
+    row_bytes: workspace bytes a row takes. most_bytes: what a range may take, at most `env.workspace_bytes()`.
     """
+    return _balanced(num_rows, _most_rows(row_bytes, most_bytes))
+
+
+def gemm_chunks(hidden: Tensor, weight: Tensor, num_units: int, row_bytes: int) -> Chunks:
+    """`row_chunks` for the two GEMMs: of the sizes that fit, the one that loses least.
+
+    A chunk of C rows gives d_hidden's GEMM ⌈C/128⌉·⌈D/256⌉ tiles, which run in whole waves of num_units; a smaller
+    chunk reads and writes d_weight more often.
+    """
+    num_rows, depth = hidden.shape
+    most = _most_rows(row_bytes, None)
+
+    def cost(rows: int) -> float:
+        tiles = math.ceil(rows / GEMM_TILE[0]) * math.ceil(depth / GEMM_TILE[1])
+        return math.ceil(tiles / num_units) * num_units / tiles + 256 / rows
+
+    fitting = range(ROW_MULTIPLE, min(most, num_rows + ROW_MULTIPLE - 1) + 1, ROW_MULTIPLE)
+    return _balanced(num_rows, min(fitting, key=cost, default=ROW_MULTIPLE))
+
+
+def _most_rows(row_bytes: int, most_bytes: int | None) -> int:
+    allowed = env.workspace_bytes() if most_bytes is None else min(most_bytes, env.workspace_bytes())
+    return max(allowed // max(row_bytes, 1) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+
+
+def _balanced(num_rows: int, most: int) -> Chunks:
     if num_rows == 0:
         return []
-    most = max(env.workspace_bytes() // max(row_bytes, 1) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
     count = math.ceil(num_rows / most)
     step = math.ceil(num_rows / count / ROW_MULTIPLE) * ROW_MULTIPLE
     return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
-def batch_scale(*upstream: Tensor) -> Tensor:
-    """The power of two, at least the largest finite |upstream gradient|, by which d_logits is divided while in 16 bits.
+def kept_rows(hidden: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """hidden, with zeros for the rows that take no part: they may hold NaN or inf, which 0 · NaN would carry on."""
+    return torch.where((target != ignore_index)[:, None], hidden, 0.0)
+
+
+def batch_scale(*numbers: Tensor | None) -> Tensor:
+    """The power of two, at least the largest finite |number| of the rows' gradients, by which d_logits is divided while
+    in 16 bits.
 
     A mean over 65,536 tokens makes gradients of 1.5e-5, times p of 1e-5: below what fp16 can hold. Divided, they are of
     the order of p; multiplied back in fp32 or by exponent alone, nothing is rounded twice. () fp32.
     """
-    finite = torch.stack([torch.where(g.isfinite(), g.abs(), 0.0) for g in upstream])
+    stacked = torch.stack([number for number in numbers if number is not None])
+    finite = torch.where(stacked.isfinite(), stacked.abs(), 0.0)
     largest = finite.amax() if finite.numel() else finite.new_zeros(())
     return torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest))), 1.0).float()
 
 
-def gradients(
-    fill_d_logits: Callable[[int, int, Tensor], None],
-    hidden: Tensor,
-    weight: Tensor,
-    kept: Tensor,
-    mask: list[bool],
-    scale: Tensor,
-    row_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """d_hidden (N,D), d_weight (V,D), d_bias (V,) from a function that fills d_logits / scale of rows [start, stop).
+class GradientSums:
+    """d_hidden (N,D), d_weight (V,D) and d_bias (V,) while the chunks go by; the last two are summed in fp32.
 
-    fill_d_logits(start, stop, out): writes all of out (stop - start, V), in hidden's dtype, its rows `out.stride(0)`
-    apart. kept: (N,) bool, the rows that take part; the others may hold NaN or inf, which 0 · NaN would carry into
-    d_weight, so they are read as 0. d_weight and d_bias are summed over the chunks in fp32. Gradients that `mask` does
-    not want come back with no elements, and their GEMM is not run.
+    mask: which of them are wanted. The others have no elements, and their GEMM is not run. The one buffer holds a
+    chunk's d_logits in hidden's dtype, the rows padded to 16 bytes: GEMMs and stores are slow from others.
     """
-    d_hidden = hidden.new_empty(hidden.shape if mask[0] else (0,))
-    d_weight = weight.new_zeros(weight.shape if mask[1] else (0,), dtype=torch.float32)
-    d_bias = weight.new_zeros(weight.shape[:1] if mask[2] else (0,), dtype=torch.float32)
-    _accumulate(fill_d_logits, hidden, weight, kept, row_bytes, d_hidden, d_weight, d_bias)
-    # The chunk's buffer is gone before d_weight is there twice, in fp32 and in its own dtype.
-    return (
-        d_hidden.mul_(scale.to(d_hidden.dtype)),
-        d_weight.mul_(scale).to(weight.dtype),
-        d_bias.mul_(scale).to(weight.dtype),
-    )
+
+    def __init__(self, hidden: Tensor, weight: Tensor, mask: list[bool], chunks: Chunks) -> None:
+        self.weight = weight
+        self.d_hidden = hidden.new_empty(hidden.shape if mask[0] else (0,))
+        # The first chunk writes d_weight, which saves a pass over zeros; where there is no row, it must be zeros.
+        new_weight = weight.new_empty if chunks else weight.new_zeros
+        self.d_weight = new_weight(weight.shape if mask[1] else (0,), dtype=torch.float32)
+        self.d_bias = weight.new_zeros(weight.shape[:1] if mask[2] else (0,), dtype=torch.float32)
+        self.buffer = hidden.new_empty((chunks[0][1] if chunks else 0, -(-weight.shape[0] // 8) * 8))
+        # torch's bf16 GEMM on a CPU reads the padding, and 0 · NaN is NaN.
+        self.buffer[:, weight.shape[0] :] = 0
+
+    def d_logits(self, num_rows: int) -> Tensor:
+        """(num_rows, V): where a chunk's gradient is to be written before `add`."""
+        return self.buffer[:num_rows, : self.weight.shape[0]]
+
+    def add(self, start: int, stop: int, rows: Tensor, of_rows: Tensor | None = None) -> None:
+        """Rows [start, stop), in order from 0, whose d_logits is in the buffer; rows: their hidden (rows, D), finite
+        where d_logits is 0.
+
+        of_rows: (rows,) what each row of d_logits is still to be multiplied with, as `rows` is already; d_hidden is
+        left without it.
+        """
+        d_logits = self.d_logits(stop - start)
+        if self.d_hidden.numel():
+            torch.mm(d_logits, self.weight, out=self.d_hidden[start:stop])
+        if self.d_weight.numel():
+            _add_product(self.d_weight, d_logits.t(), rows, start == 0)
+        if self.d_bias.numel() and of_rows is None:
+            self.d_bias += d_logits.sum(0, dtype=torch.float32)
+        elif self.d_bias.numel() and of_rows is not None:
+            _add_product(self.d_bias[:, None], d_logits.t(), of_rows[:, None].to(d_logits.dtype), False)
+
+    def result(self, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The three gradients, in their own dtypes, times `scale`. Frees the buffer first."""
+        # It must be gone before d_weight is there twice, in fp32 and in its own dtype.
+        del self.buffer
+        if scale is not None:
+            self.d_hidden.mul_(scale.to(self.d_hidden.dtype))
+            self.d_weight.mul_(scale)
+            self.d_bias.mul_(scale)
+        return self.d_hidden, self.d_weight.to(self.weight.dtype), self.d_bias.to(self.weight.dtype)
 
 
-def _accumulate(
-    fill_d_logits: Callable[[int, int, Tensor], None],
-    hidden: Tensor,
-    weight: Tensor,
-    kept: Tensor,
-    row_bytes: int,
-    d_hidden: Tensor,
-    d_weight: Tensor,
-    d_bias: Tensor,
-) -> None:
-    """Fill d_hidden and add to d_weight and d_bias, chunk by chunk; the empty ones are not wanted."""
-    chunks = row_chunks(hidden.shape[0], row_bytes)
-    # Rows padded to 16 bytes: the GEMMs and the kernels' stores are slow from rows that are not aligned. The padding is
-    # zeros: torch's bf16 GEMM on a CPU reads it, and 0 · NaN is NaN.
-    vocab = weight.shape[0]
-    padded = hidden.new_empty((chunks[0][1] if chunks else 0, -(-vocab // 8) * 8))
-    padded[:, vocab:] = 0
-    buffer = padded[:, :vocab]
-    for start, stop in chunks:
-        d_logits = buffer[: stop - start]
-        fill_d_logits(start, stop, d_logits)
-        if d_hidden.numel():
-            torch.mm(d_logits, weight, out=d_hidden[start:stop])
-        if d_weight.numel():
-            rows = torch.where(kept[start:stop, None], hidden[start:stop], 0.0)
-            _add_product(d_weight, d_logits.t(), rows)
-        if d_bias.numel():
-            d_bias += d_logits.sum(0, dtype=torch.float32)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left · right, with `total` in fp32 whatever the operands' dtype, as one GEMM."""
+def _add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
+    """total += left · right, or total = left · right for the first; `total` is fp32 whatever the operands, one GEMM."""
+    if left.dtype != total.dtype and not left.is_cuda:
+        # Only Triton's interpreter comes here: a CPU has no GEMM with 16-bit operands and an fp32 result.
+        left, right = left.float(), right.float()
     if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif left.is_cuda:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:  # only Triton's interpreter comes here: a CPU has no GEMM with 16-bit operands and an fp32 result
-        total.addmm_(left.float(), right.float())
+        torch.mm(left, right, out=total) if is_first else total.addmm_(left, right)
+    elif is_first:
+        torch.mm(left, right, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)

@@ -1,32 +1,43 @@
 """Frozen dataclasses that users pass and get."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["LogitOptions", "MoEPlan", "Upstream"]
+__all__ = ["LogitOptions", "MoEPlan", "Upstream", "UpstreamOf"]
 
 
 @dataclass(frozen=True)
 class LogitOptions:
     """How plain logits become those of the softmax, z = cap(x) / temperature, and which rows take part.
 
-    ignore_index: the target of rows that do not. temperature: above 0. softcap: cap(x) = softcap · tanh(x / softcap);
-    0 for none.
+    ignore_index: the target of rows that do not. temperature: above 0; row_temperature: (N,) takes its place where each
+    row has its own. softcap: cap(x) = softcap · tanh(x / softcap); 0 for none.
     """
 
     ignore_index: int = -100
     temperature: float = 1.0
     softcap: float = 0.0
+    row_temperature: Tensor | None = None
+
+    def of_rows(self, start: int, stop: int) -> "LogitOptions":
+        """The same for a range of rows."""
+        return self if self.row_temperature is None else replace(self, row_temperature=self.row_temperature[start:stop])
 
 
 class Upstream(NamedTuple):
-    """The upstream gradients of the per-token results, each (N,)."""
+    """The upstream gradients of the per-token results, each (N,) or None where the loss does not depend on it."""
 
-    d_logprob: Tensor
-    d_entropy: Tensor
-    d_lse: Tensor
+    d_logprob: Tensor | None
+    d_entropy: Tensor | None
+    d_lse: Tensor | None
+
+
+# (start, stop, logprob, entropy, lse) of a range of rows -> their upstream gradients. The entropy has no elements where
+# it was not asked for.
+UpstreamOf = Callable[[int, int, Tensor, Tensor, Tensor], Upstream]
 
 
 @dataclass(frozen=True)

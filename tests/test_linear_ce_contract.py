@@ -31,14 +31,21 @@ def test_opcheck(case: Case, needs_grad: bool, place: Place) -> None:
     options = {"temperature": case.temperature, "softcap": case.softcap or 0.0, "backend": place.backend}
     opcheck(torch.ops.fusedce.linear_logprob.default, (leaves[0], leaves[1], target, leaves[2]), options)
     opcheck(torch.ops.fusedce.linear_ce.default, (leaves[0], leaves[1], target, leaves[2]), options)
+    numbers = hidden.new_ones(case.num_rows, dtype=F64 if hidden.dtype == F64 else torch.float32)
+    mask = [needs_grad, needs_grad, needs_grad and bias is not None]
+    arguments = (leaves[0], leaves[1], target, leaves[2], None, numbers, 0.1 * numbers, None)
+    opcheck(torch.ops.fusedce.linear_ce_sum.default, arguments, {**options, "ignore_index": IGNORE, "mask": mask})
 
 
 @pytest.mark.parametrize("mask", [[True, True, True], [True, False, False], [False, True, False]])
 def test_opcheck_backward(mask: list[bool], place: Place) -> None:
     hidden, weight, target, bias = Case(9, 33, 8, has_bias=True).inputs(place.device)
-    _, entropy, _, normalizer = torch.ops.fusedce.linear_logprob(hidden, weight, target, bias, backend=place.backend)
-    upstream = [torch.randn(9, device=place.device) for _ in range(3)]
-    arguments = (*upstream, hidden, weight, target, bias, entropy, normalizer, IGNORE, 1.0, 0.0, mask, place.backend)
+    options = {"backend": place.backend}
+    logprob, entropy, _, normalizer = torch.ops.fusedce.linear_logprob(hidden, weight, target, bias, **options)
+    upstream = [torch.randn(9, device=place.device), None, torch.randn(9, device=place.device)]
+    upstream[1] = upstream[0] if all(mask) else None
+    saved = (logprob, entropy, normalizer)
+    arguments = (*upstream, hidden, weight, target, bias, None, *saved, IGNORE, 1.0, 0.0, mask, place.backend)
     opcheck(torch.ops.fusedce.linear_logprob_backward.default, arguments)
 
 
@@ -101,17 +108,25 @@ def test_second_backward_and_double_backward(place: Place) -> None:
     for before, after, one in zip(kept, first, second, strict=True):
         assert torch.equal(before, after)
         assert_close(before / 3, one.cpu().double(), before / 3)
-    grad = torch.autograd.grad(loss, hidden, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+    rows = fusedce.linear_logprob(hidden, weight, target, backend=place.backend).logprob
+    grad = torch.autograd.grad(rows.sum(), hidden, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="double backward"):
         grad.sum().backward()
 
 
 def test_input_changed_in_place_before_backward(place: Place) -> None:
+    """Per token the logits are made again: an error. A scalar's gradients are there already: they are right."""
     hidden, weight, target, _ = Case(6, 9, 4).inputs(place.device)
-    loss = fusedce.linear_cross_entropy(hidden, weight.requires_grad_(), target, backend=place.backend)
+    before, weight = hidden.clone(), weight.requires_grad_()
+    rows = fusedce.linear_cross_entropy(hidden, weight, target, reduction="none", backend=place.backend)
+    loss = fusedce.linear_cross_entropy(hidden, weight, target, backend=place.backend)
     hidden.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+        rows.sum().backward()
+    expected = torch.autograd.grad(fusedce.linear_cross_entropy(before, weight, target, backend=place.backend), weight)
+    assert torch.equal(torch.autograd.grad(loss, weight)[0], expected[0])
 
 
 H, W, Y = torch.randn(6, 4), torch.randn(9, 4), torch.arange(6)
@@ -129,15 +144,24 @@ BAD = {
     "0-d input": (ValueError, "'input'", dict(input=torch.tensor(1.0))),
     "no vocabulary": (ValueError, "V is 0", dict(linear_weight=torch.randn(0, 4), target=torch.full((6,), IGNORE))),
     "no depth": (ValueError, "D is 0", dict(input=torch.randn(6, 0), linear_weight=torch.randn(9, 0))),
-    "mixed dtypes": (TypeError, "'linear_weight' has dtype torch.bfloat16, argument 'input' torch.float32",
-                     dict(linear_weight=W.bfloat16())),
+    "short token weight": (ValueError, r"'token_weight' has shape \(5,\).*target's shape",
+                           dict(token_weight=torch.ones(5))),
+    "short temperature": (ValueError, r"'temperature' has shape \(2,\)", dict(temperature=torch.ones(2))),
+    "whole temperature": (TypeError, "'temperature'.*int64", dict(temperature=torch.ones(6, dtype=torch.int64))),
+    "z-loss below 0": (ValueError, "'z_loss' is -0.1", dict(z_loss=-0.1)),
+    "vocabulary of 0": (ValueError, "'vocab_size' is 0; expected an int from 1 to V = 9", dict(vocab_size=0)),
+    "vocabulary above V": (ValueError, "'vocab_size' is 10", dict(vocab_size=10)),
+    "label in the padding": (ValueError, r"the value 5 at row 5; expected \[0, 5\)", dict(vocab_size=5)),
+    "shift without a sequence": (ValueError, r"'target' has shape \(6,\).*\(B, S\) with shift", dict(shift=True)),
     "complex": (TypeError, "complex64", dict(input=H.to(torch.complex64))),
     "integers": (TypeError, "int64; expected float32", dict(input=H.long())),
     "sparse": (TypeError, "sparse", dict(linear_weight=W.to_sparse())),
     "other device": (ValueError, "on meta, argument 'input' on cpu", dict(linear_weight=W.to("meta"))),
     "not a tensor": (TypeError, "type list", dict(linear_weight=[1.0])),
     "reduction": (ValueError, "'avg'; expected one of none, mean, sum", dict(reduction="avg")),
-    "label smoothing": (ValueError, "label_smoothing", dict(label_smoothing=0.1)),
+    "label smoothing above 1": (ValueError, "label_smoothing", dict(label_smoothing=1.1)),
+    "label smoothing with softcap": (ValueError, "'label_smoothing' and 'softcap'",
+                                     dict(label_smoothing=0.1, softcap=2.0)),
     "softcap of 0": (ValueError, "softcap", dict(softcap=0.0)),
     "softcap of NaN": (ValueError, "softcap", dict(softcap=float("nan"))),
     "temperature of 0": (ValueError, "temperature", dict(temperature=0)),

@@ -53,6 +53,7 @@ STAGES = (
     Stage("compile-matrix", "ci", f"{PYTEST} -m compile", "triton", parallel=True),
     Stage("oldest-triton", "ci", "{python} tools/oldest_triton.py", "triton", parallel=True),
     Stage("native", "ci", f"{PYTEST} -m '(native or slow) and not gpu and not compile'", "pybind11"),
+    Stage("integrations", "ci", "{python} tools/integrations.py", "torch", parallel=True),
     Stage("bench-linear-ce", "ci", "{python} -m bench.linear_ce --device cpu --cases smoke --rounds 2", "torch"),
     Stage("bench-moe", "ci", "{python} -m bench.moe --device cpu --cases smoke_64 --rounds 2", "torch"),
     Stage("wheel", "ci", "{python} tools/check_wheel.py", "wheel"),

@@ -132,6 +132,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) logprob_rows_kernel(Logi
     }
     return;
   }
+  if (rows.row_inv_temperature) rows.inv_temperature = rows.row_inv_temperature[row];
   const float* logits = rows.logits + row * rows.row_stride;
   const OnlineSums sums = block_reduce<kThreads>(thread_sums<kSoftcap>(logits, rows), no_sums(), merged);
   if (threadIdx.x == 0) {
@@ -238,6 +239,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     write_row<T, false>(logits, rows, out, [](float, float, int) { return 0.0f; });
     return;
   }
+  if (rows.row_inv_temperature) rows.inv_temperature = rows.row_inv_temperature[row];
   const bool inside = target >= 0 && target < rows.vocab;
   const RowGradient gradient(upstream, row, inside ? static_cast<int>(target) : -1);
   write_row<T, true>(logits, rows, out, [&](float plain, float bias, int column) {

@@ -24,7 +24,8 @@ struct LogitRows {
   std::int64_t ignore_index;
   int vocab;
   float inv_temperature;
-  float softcap;  // 0: none
+  float softcap;                            // 0: none
+  const float* row_inv_temperature{nullptr};  // (num_rows,), in the place of inv_temperature, or nullptr
 };
 
 /// What the forward writes, fp32: logprob, entropy, lse (num_rows,); normalizer (num_rows, 2).

@@ -32,7 +32,8 @@ void check_rows(const char* op, const char* name, const Tensor& matrix) {
 }
 
 LogitRows logit_rows(const char* op, const Tensor& logits, const Tensor& target, const std::optional<Tensor>& bias,
-                     std::int64_t ignore_index, double temperature, double softcap) {
+                     std::int64_t ignore_index, double temperature, double softcap,
+                     const std::optional<Tensor>& row_inv_temperature) {
   check_rows(op, "logits", logits);
   const auto num_rows = logits.size(0);
   const auto vocab = logits.size(1);
@@ -44,6 +45,9 @@ LogitRows logit_rows(const char* op, const Tensor& logits, const Tensor& target,
   TORCH_CHECK(softcap >= 0, "fusedce_native.", op, ": softcap is ", softcap, "; expected at least 0");
   check(op, "target", target, at::kLong, {num_rows}, logits.device());
   if (bias) check(op, "bias", *bias, at::kFloat, {vocab}, logits.device());
+  if (row_inv_temperature) {
+    check(op, "row_inv_temperature", *row_inv_temperature, at::kFloat, {num_rows}, logits.device());
+  }
   return {logits.const_data_ptr<float>(),
           target.const_data_ptr<std::int64_t>(),
           bias ? bias->const_data_ptr<float>() : nullptr,
@@ -52,14 +56,16 @@ LogitRows logit_rows(const char* op, const Tensor& logits, const Tensor& target,
           ignore_index,
           static_cast<int>(vocab),
           static_cast<float>(1.0 / temperature),
-          static_cast<float>(softcap)};
+          static_cast<float>(softcap),
+          row_inv_temperature ? row_inv_temperature->const_data_ptr<float>() : nullptr};
 }
 
 void logprob_rows(const Tensor& logits, const Tensor& target, const std::optional<Tensor>& bias,
-                  std::int64_t ignore_index, double temperature, double softcap, Tensor& logprob, Tensor& entropy,
+                  std::int64_t ignore_index, double temperature, double softcap,
+                  const std::optional<Tensor>& row_inv_temperature, Tensor& logprob, Tensor& entropy,
                   Tensor& lse, Tensor& normalizer) {
   const char* op = "logprob_rows";
-  const LogitRows rows = logit_rows(op, logits, target, bias, ignore_index, temperature, softcap);
+  const LogitRows rows = logit_rows(op, logits, target, bias, ignore_index, temperature, softcap, row_inv_temperature);
   const auto device = logits.device();
   check(op, "logprob", logprob, at::kFloat, {rows.num_rows}, device);
   check(op, "entropy", entropy, at::kFloat, {rows.num_rows}, device);
@@ -85,11 +91,12 @@ Dtype dtype_of(const char* op, const Tensor& d_logits) {
 }
 
 void d_logits_rows(const Tensor& logits, const Tensor& target, const std::optional<Tensor>& bias,
-                   std::int64_t ignore_index, double temperature, double softcap, const Tensor& d_logprob,
+                   std::int64_t ignore_index, double temperature, double softcap,
+                   const std::optional<Tensor>& row_inv_temperature, const Tensor& d_logprob,
                    const Tensor& d_entropy, const Tensor& d_lse, const Tensor& entropy, const Tensor& normalizer,
                    const Tensor& scale, Tensor& d_logits) {
   const char* op = "d_logits_rows";
-  const LogitRows rows = logit_rows(op, logits, target, bias, ignore_index, temperature, softcap);
+  const LogitRows rows = logit_rows(op, logits, target, bias, ignore_index, temperature, softcap, row_inv_temperature);
   const auto device = logits.device();
   check(op, "d_logprob", d_logprob, at::kFloat, {rows.num_rows}, device);
   check(op, "d_entropy", d_entropy, at::kFloat, {rows.num_rows}, device);
@@ -116,10 +123,10 @@ void d_logits_rows(const Tensor& logits, const Tensor& target, const std::option
 TORCH_LIBRARY(fusedce_native, m) {
   m.def(
       "logprob_rows(Tensor logits, Tensor target, Tensor? bias, int ignore_index, float temperature, float softcap, "
-      "Tensor(a!) logprob, Tensor(b!) entropy, Tensor(c!) lse, Tensor(d!) normalizer) -> ()");
+      "Tensor? row_inv_temperature, Tensor(a!) logprob, Tensor(b!) entropy, Tensor(c!) lse, Tensor(d!) normalizer) -> ()");
   m.def(
       "d_logits_rows(Tensor logits, Tensor target, Tensor? bias, int ignore_index, float temperature, float softcap, "
-      "Tensor d_logprob, Tensor d_entropy, Tensor d_lse, Tensor entropy, Tensor normalizer, Tensor scale, "
+      "Tensor? row_inv_temperature, Tensor d_logprob, Tensor d_entropy, Tensor d_lse, Tensor entropy, Tensor normalizer, Tensor scale, "
       "Tensor(a!) d_logits) -> ()");
 }
 

@@ -1,19 +1,24 @@
 """The tiles of every kernel stage, one table per architecture. A choice between machines is a row here.
 
-Stages: linear_ce_fwd (logits tile, online log-sum-exp), linear_ce_dlogits (logits tile, its gradient), both again with
-a softcap, whose epilogue needs more registers; moe_gate_up (two accumulators), moe_rows (down projection and d_hidden),
-moe_act_bwd (gradient of the activation), moe_wgrad (weights).
+Stages: linear_ce_fwd (logits tile, its sums), linear_ce_seeded (its exponentials, for the loss with gradients in one
+pass), linear_ce_dlogits (its gradient), all again with a softcap, whose epilogue needs more registers; moe_gate_up (two
+accumulators), moe_rows (down projection and d_hidden), moe_act_bwd (gradient of the activation), moe_wgrad (weights).
 """
 
 from fusedce.arch import Arch
 from fusedce.configs.tiles import GemmTile
 
 _GEMM = GemmTile(128, 256, 64, num_warps=8, num_stages=3)
+_HEAD = GemmTile(128, 256, 64, num_warps=8, num_stages=3, group_m=16, tma=True, staged_bytes=2)
+_HEAD_SOFTCAP = GemmTile(128, 128, 64, num_warps=8, num_stages=4, group_m=16, tma=True, staged_bytes=2)
 _SM_90 = {
-    "linear_ce_fwd": _GEMM,
-    "linear_ce_fwd_softcap": GemmTile(128, 128, 64, num_warps=8, num_stages=4),
-    "linear_ce_dlogits": _GEMM,
-    "linear_ce_dlogits_softcap": GemmTile(128, 128, 64, num_warps=8, num_stages=4),
+    # Writes three numbers a row, so the output's share of shared memory goes to a fourth stage.
+    "linear_ce_fwd": GemmTile(128, 256, 64, num_warps=8, num_stages=4, group_m=16, tma=True),
+    "linear_ce_fwd_softcap": _HEAD_SOFTCAP,
+    "linear_ce_seeded": _HEAD,
+    "linear_ce_seeded_softcap": _HEAD_SOFTCAP,
+    "linear_ce_dlogits": _HEAD,
+    "linear_ce_dlogits_softcap": _HEAD_SOFTCAP,
     "moe_gate_up": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
     "moe_rows": _GEMM,
     # SwiGLU's backward holds five tiles at once: twice as wide spills.

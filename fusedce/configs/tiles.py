@@ -11,6 +11,8 @@ class GemmTile:
 
     group_m: how many row blocks share one sweep over the columns, so that both operands stay in L2.
     num_stages: buffers of the software pipeline. matrix_instr: AMD's MFMA edge (16 or 32); 0 leaves it to the compiler.
+    tma: operands come by tensor descriptors, and one program a unit goes from tile to tile, loading the next one's
+    operands during the epilogue. staged_bytes: bytes of an output element that the epilogue stages in shared memory.
     """
 
     block_m: int
@@ -20,10 +22,13 @@ class GemmTile:
     num_stages: int
     group_m: int = 8
     matrix_instr: int = 0
+    tma: bool = False
+    staged_bytes: int = 0
 
     def shared_bytes(self, itemsize: int) -> int:
-        """Bytes of shared memory that the pipelined operands take."""
-        return self.num_stages * (self.block_m + self.block_n) * self.block_k * itemsize
+        """Bytes of shared memory that the pipelined operands take, and the output where it is staged."""
+        operands = self.num_stages * (self.block_m + self.block_n) * self.block_k * itemsize
+        return operands + self.staged_bytes * self.block_m * self.block_n
 
     def accumulators(self, wave_size: int) -> int:
         """fp32 accumulator registers a lane."""

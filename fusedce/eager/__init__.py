@@ -1,7 +1,12 @@
 """The plain-torch twin of every op: the CPU implementation, the gold of the tests in fp64, a baseline of the
 benchmarks."""
 
-from fusedce.eager.linear_ce import linear_logprob, linear_logprob_backward
+from fusedce.eager.linear_ce import (
+    linear_ce_sum_backward,
+    linear_fused,
+    linear_logprob,
+    linear_logprob_backward,
+)
 from fusedce.eager.moe import (
     moe_combine,
     moe_dispatch,
@@ -13,6 +18,8 @@ from fusedce.eager.moe import (
 )
 
 __all__ = [
+    "linear_ce_sum_backward",
+    "linear_fused",
     "linear_logprob",
     "linear_logprob_backward",
     "moe_combine",

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from fusedce.chunked import row_chunks
-from fusedce.options import LogitOptions, Upstream
+from fusedce.options import LogitOptions, Upstream, UpstreamOf
+from fusedce.rows import RowGradient, row_gradient
 
 
 def linear_logprob(
@@ -13,30 +14,17 @@ def linear_logprob(
     target: Tensor,
     bias: Tensor | None,
     options: LogitOptions,
+    with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-prob of the target, entropy and log-sum-exp of softmax(cap(hidden·weightᵀ + bias) / temperature), per row,
-    and the normalizer (N,2): maximum m and log Σ e^(z−m).
+    and the normalizer (N,2): the maximum of the raw logits (after the cap, before the temperature), and
+    log Σ exp(z − its z).
     """
-    dtype = _accumulate_dtype(hidden)
-    logprob, entropy, lse = (hidden.new_zeros(hidden.shape[0], dtype=dtype) for _ in range(3))
-    normalizer = hidden.new_zeros((hidden.shape[0], 2), dtype=dtype)
-    for rows in _chunks(hidden, weight, dtype):
-        logits, _ = _logits(hidden[rows], weight, bias, options, dtype)
-        kept = target[rows] != options.ignore_index
-        inside = (target[rows] >= 0) & (target[rows] < weight.shape[0])
-        row_max = logits.amax(1)
-        # A row that is all −inf is shifted by 0: −inf − (−inf) would hide that nothing is there.
-        row_max = torch.where(row_max == -torch.inf, 0.0, row_max)
-        log_sum = (logits - row_max[:, None]).exp().sum(1).log()
-        log_probs = (logits - row_max[:, None]) - log_sum[:, None]
-        chosen = log_probs.gather(1, torch.where(inside, target[rows], 0)[:, None])[:, 0]
-        # Labels out of range were reported already; their rows are NaN, so that nothing plausible comes out of them.
-        spoiled = torch.where(inside | ~kept, 0.0, torch.nan).to(dtype)
-        logprob[rows] = torch.where(kept, chosen + spoiled, 0.0)
-        entropy[rows] = torch.where(kept, _entropy(log_probs) + spoiled, 0.0)
-        lse[rows] = torch.where(kept, row_max + log_sum + spoiled, 0.0)
-        normalizer[rows] = torch.stack((row_max, log_sum + spoiled), 1)
-    return logprob, entropy, lse, normalizer
+    results = _Results(hidden, with_entropy)
+    for start, stop in _chunks(hidden, weight, results.dtype):
+        raw, _ = _raw_logits(hidden[start:stop], weight, bias, options, results.dtype)
+        results.set(start, stop, raw, target[start:stop], options.of_rows(start, stop))
+    return results.logprob, results.entropy, results.lse, results.normalizer
 
 
 def linear_logprob_backward(
@@ -45,67 +33,164 @@ def linear_logprob_backward(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
+    logprob: Tensor,
     entropy: Tensor,
     normalizer: Tensor,
     options: LogitOptions,
     mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """d_hidden, d_weight, d_bias. With (m, s) the normalizer, p = exp(z − m − s), H the entropy and y the target,
-    d_z = p·(d_lse − d_entropy·(log p + H)) + d_logprob·([j = y] − p).
-    """
-    d_logprob, d_entropy, d_lse = upstream
-    dtype = _accumulate_dtype(hidden)
-    d_hidden = hidden.new_empty(hidden.shape) if mask[0] else hidden.new_empty(0)
-    d_weight = weight.new_zeros(weight.shape if mask[1] else (0,), dtype=dtype)
-    d_bias = weight.new_zeros(weight.shape[:1] if mask[2] else (0,), dtype=dtype)
-    for rows in _chunks(hidden, weight, dtype):
-        logits, slope = _logits(hidden[rows], weight, bias, options, dtype)
-        kept = target[rows] != options.ignore_index
-        log_probs = (logits - normalizer[rows, :1]) - normalizer[rows, 1:]
-        probs = log_probs.exp()
+    """d_hidden, d_weight, d_bias by the formula of `fusedce.rows`."""
+    gradient = row_gradient(upstream, logprob, entropy, target, options)
+    sums = _Gradients(hidden, weight, mask, _accumulate_dtype(hidden))
+    for start, stop in _chunks(hidden, weight, sums.dtype):
+        raw, slope = _raw_logits(hidden[start:stop], weight, bias, options, sums.dtype)
+        rows, of_rows = slice(start, stop), options.of_rows(start, stop)
+        part = gradient.of_rows(start, stop)
+        d_raw = _d_raw(raw, part, entropy[rows], normalizer[rows], target[rows], of_rows)
+        sums.add(start, stop, d_raw if slope is None else d_raw * slope, target, options)
+    return sums.result()
+
+
+def linear_fused(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    options: LogitOptions,
+    mask: list[bool],
+    upstream_of: UpstreamOf,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """logprob, entropy, lse (N,), d_hidden, d_weight, d_bias: a chunk's gradient follows from its own logits."""
+    results = _Results(hidden, with_entropy)
+    sums = _Gradients(hidden, weight, mask, results.dtype)
+    for start, stop in _chunks(hidden, weight, results.dtype):
+        rows, of_rows = slice(start, stop), options.of_rows(start, stop)
+        raw, slope = _raw_logits(hidden[rows], weight, bias, options, results.dtype)
+        results.set(start, stop, raw, target[rows], of_rows)
+        logprob, entropy = results.logprob[rows], results.entropy[rows]
+        upstream = upstream_of(start, stop, logprob, entropy, results.lse[rows])
+        part = row_gradient(upstream, logprob, entropy, target[rows], of_rows)
+        d_raw = _d_raw(raw, part, entropy, results.normalizer[rows], target[rows], of_rows)
+        sums.add(start, stop, d_raw if slope is None else d_raw * slope, target, options)
+    return results.logprob, results.entropy, results.lse, *sums.result()
+
+
+def linear_ce_sum_backward(
+    d_loss: Tensor, d_hidden: Tensor, d_weight: Tensor, d_bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward's gradients times d_loss (); new tensors, so that a second backward finds them as they were."""
+    return d_hidden * d_loss, d_weight * d_loss, d_bias * d_loss
+
+
+class _Results:
+    """The per-row results while the chunks go by."""
+
+    def __init__(self, hidden: Tensor, with_entropy: bool) -> None:
+        self.dtype = _accumulate_dtype(hidden)
+        num_rows = hidden.shape[0]
+        self.logprob, self.lse = (hidden.new_zeros(num_rows, dtype=self.dtype) for _ in range(2))
+        self.entropy = hidden.new_zeros(num_rows if with_entropy else 0, dtype=self.dtype)
+        self.normalizer = hidden.new_zeros((num_rows, 2), dtype=self.dtype)
+
+    def set(self, start: int, stop: int, raw: Tensor, target: Tensor, options: LogitOptions) -> None:
+        """Rows [start, stop) from their raw logits; options are those of the rows."""
+        rows, slope = slice(start, stop), _row_slope(options, raw)
+        kept = target != options.ignore_index
+        inside = (target >= 0) & (target < raw.shape[1])
+        largest = raw.amax(1)
+        # A row that is all −inf is shifted by 0: −inf − (−inf) would hide that nothing is there.
+        largest = torch.where(largest == -torch.inf, 0.0, largest)
+        gaps = (raw - largest[:, None]) * slope
+        column = torch.where(inside, target, 0)[:, None]
+        gap = gaps.gather(1, column)[:, 0]
+        # Labels out of range were reported already; their rows are NaN, so that nothing plausible comes out of them.
+        gap = torch.where(inside, gap, torch.nan)
+        rest = gaps.exp().scatter(1, column, 0.0).sum(1)
+        of_target = gap.exp()
+        # The target's own term is added last: exact where its probability is near 1, and no log-prob above 0.
+        likely = of_target >= rest
+        log_sum = torch.where(likely, (rest / of_target).log1p() + gap, (rest + of_target).log())
+        logprob = torch.where(likely, -(rest / of_target).log1p(), gap - log_sum)
+        lse = largest * slope[:, 0] + log_sum
+        self.logprob[rows], self.lse[rows] = torch.where(kept, logprob, 0.0), torch.where(kept, lse, 0.0)
+        if self.entropy.numel():
+            log_probs = gaps - log_sum[:, None]
+            probs = log_probs.exp()
+            entropy = -torch.where(probs == 0, 0.0, probs * log_probs).sum(1)
+            self.entropy[rows] = torch.where(kept, entropy, 0.0)
+        # Shifted by +inf, every probability of an ignored row is 0.
+        shift, log_sum = torch.where(kept, largest, torch.inf), torch.where(kept, log_sum, 0.0)
+        self.normalizer[rows] = torch.stack((shift, log_sum), 1)
+
+
+def _d_raw(
+    raw: Tensor, gradient: RowGradient, entropy: Tensor, normalizer: Tensor, target: Tensor, options: LogitOptions
+) -> Tensor:
+    """The gradient of the loss in the raw logits of some rows; all else is of those rows too."""
+    kept = target != options.ignore_index
+    log_probs = (raw - normalizer[:, :1]) * _row_slope(options, raw) - normalizer[:, 1:]
+    probs = log_probs.exp()
+    d_raw = probs * gradient.on_probs[:, None]
+    if gradient.on_surprise is not None:
         # p·log p is 0 where p is 0, although log p may be −inf there.
-        surprise = torch.where(probs == 0, 0.0, log_probs + entropy[rows, None])
-        inside = kept & (target[rows] >= 0) & (target[rows] < weight.shape[0])
-        column = torch.where(inside, target[rows], 0)[:, None]
-        d_logits = probs * (d_lse[rows, None] - d_entropy[rows, None] * surprise)
-        # 1 − p is exact where p is near 1; p·(… − d_logprob) + d_logprob would round there.
-        d_logits += d_logprob[rows, None] * (-probs).scatter_add(1, column, inside[:, None].to(dtype))
-        # Select, do not multiply: an ignored row may hold NaN or inf.
-        d_logits = torch.where(kept[:, None], d_logits * slope, 0.0)
-        if mask[0]:
-            d_hidden[rows] = (d_logits @ weight.to(dtype)).to(hidden.dtype)
-        if mask[1]:
-            live = torch.where(kept[:, None], hidden[rows].to(dtype), 0.0)
-            d_weight.addmm_(d_logits.t(), live)
-        if mask[2]:
-            d_bias += d_logits.sum(0)
-    return d_hidden, d_weight.to(weight.dtype), d_bias.to(weight.dtype)
+        surprise = torch.where(probs == 0, 0.0, log_probs + entropy[:, None])
+        d_raw -= probs * gradient.on_surprise[:, None] * surprise
+    inside = kept & (target >= 0) & (target < raw.shape[1])
+    column = torch.where(inside, target, 0)[:, None]
+    on_target = torch.where(inside, gradient.on_target, d_raw.gather(1, column)[:, 0])
+    # Select, do not multiply: an ignored row may hold NaN or inf.
+    return torch.where(kept[:, None], d_raw.scatter(1, column, on_target[:, None]), 0.0)
+
+
+class _Gradients:
+    """d_hidden (N,D), d_weight (V,D), d_bias (V,) while the chunks go by; those that `mask` does not want are empty."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, mask: list[bool], dtype: torch.dtype) -> None:
+        self.hidden, self.weight, self.dtype = hidden, weight, dtype
+        self.d_hidden = hidden.new_empty(hidden.shape if mask[0] else (0,))
+        self.d_weight = weight.new_zeros(weight.shape if mask[1] else (0,), dtype=dtype)
+        self.d_bias = weight.new_zeros(weight.shape[:1] if mask[2] else (0,), dtype=dtype)
+
+    def add(self, start: int, stop: int, d_logits: Tensor, target: Tensor, options: LogitOptions) -> None:
+        rows = slice(start, stop)
+        if self.d_hidden.numel():
+            self.d_hidden[rows] = (d_logits @ self.weight.to(self.dtype)).to(self.d_hidden.dtype)
+        if self.d_weight.numel():
+            kept = (target[rows] != options.ignore_index)[:, None]
+            self.d_weight.addmm_(d_logits.t(), torch.where(kept, self.hidden[rows].to(self.dtype), 0.0))
+        if self.d_bias.numel():
+            self.d_bias += d_logits.sum(0)
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.d_hidden, self.d_weight.to(self.weight.dtype), self.d_bias.to(self.weight.dtype)
 
 
 def _accumulate_dtype(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def _chunks(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> list[slice]:
+def _chunks(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> list[tuple[int, int]]:
     # logits, probabilities and their gradient live at once, with room for the temporaries between them
-    row_bytes = 4 * weight.shape[0] * dtype.itemsize
-    return [slice(start, stop) for start, stop in row_chunks(hidden.shape[0], row_bytes)]
+    return row_chunks(hidden.shape[0], 4 * weight.shape[0] * dtype.itemsize)
 
 
-def _logits(
+def _row_slope(options: LogitOptions, raw: Tensor) -> Tensor:
+    """1 / temperature, (rows, 1) or (1, 1)."""
+    if options.row_temperature is None:
+        return raw.new_full((1, 1), 1.0 / options.temperature)
+    return 1.0 / options.row_temperature.to(raw.dtype)[:, None]
+
+
+def _raw_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LogitOptions, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | float]:
-    """The logits after softcap and temperature, and their slope against the plain ones."""
+) -> tuple[Tensor, Tensor | None]:
+    """The logits after the softcap, before the temperature, and their slope against the plain ones (None: 1)."""
     # Upcast operands multiply exactly as 16-bit ones with an fp32 sum; 16-bit GEMMs on a CPU are slow and round.
-    logits = hidden.to(dtype) @ weight.to(dtype).t()
+    raw = hidden.to(dtype) @ weight.to(dtype).t()
     if bias is not None:
-        logits = logits + bias.to(dtype)
+        raw = raw + bias.to(dtype)
     if not options.softcap:
-        return logits / options.temperature, 1.0 / options.temperature
-    bent = torch.tanh(logits / options.softcap)
-    return options.softcap / options.temperature * bent, (1.0 - bent * bent) / options.temperature
-
-
-def _entropy(log_probs: Tensor) -> Tensor:
-    probs = log_probs.exp()
-    return -torch.where(probs == 0, 0.0, probs * log_probs).sum(1)
+        return raw, None
+    bent = torch.tanh(raw / options.softcap)
+    return options.softcap * bent, 1.0 - bent * bent

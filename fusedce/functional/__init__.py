@@ -2,12 +2,14 @@
 
 from fusedce.functional.linear_ce import LogProb, linear_cross_entropy, linear_logprob
 from fusedce.functional.moe import Routing, moe_combine, moe_dispatch, moe_experts, moe_plan, moe_route
+from fusedce.functional.policy_loss import linear_policy_loss
 
 __all__ = [
     "LogProb",
     "Routing",
     "linear_cross_entropy",
     "linear_logprob",
+    "linear_policy_loss",
     "moe_combine",
     "moe_dispatch",
     "moe_experts",

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from fusedce import checks, flags
-from fusedce.functional.autocast import autocast
+from fusedce.functional.operands import check_options, check_weight, head_operands, row_temperature
 
 __all__ = ["LogProb", "linear_cross_entropy", "linear_logprob"]
 
 
 class LogProb(NamedTuple):
-    """Per-token results of `linear_logprob`, each (N,) fp32."""
+    """Per-token results of `linear_logprob`, each of target's shape, fp32; entropy is None where it was not wanted."""
 
     logprob: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
     lse: Tensor
 
 
@@ -25,9 +25,11 @@ def linear_logprob(
     target: Tensor,
     *,
     bias: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
+    vocab_size: int | None = None,
+    with_entropy: bool = True,
     check: str = "auto",
     backend: str = "auto",
 ) -> LogProb:
@@ -38,19 +40,20 @@ def linear_logprob(
 
     Args:
         hidden: (..., D) fp32, bf16 or fp16 (fp64 on the eager backend). Any strides; rows are read, never kept as a
-        copy
-            unless their last dimension is strided.
-        weight: (V, D), hidden's dtype. Under torch.autocast both are cast to its dtype first.
+            copy unless their last dimension is strided.
+        weight: (V, D). One of another dtype is cast to hidden's. Under torch.autocast both are cast to its dtype.
         target: (...) int64, in [0, V) or `ignore_index`.
-        bias: (V,), hidden's dtype, or None.
-        temperature: divides the logits, above 0.
+        bias: (V,) or None.
+        temperature: divides the logits, above 0: a number, or a tensor of target's shape with one for each token (its
+            values are not checked, and it gets no gradient).
         softcap: above 0, or None for none.
         ignore_index: the target of rows that take no part: their three results are 0, their gradients exactly 0, and a
             backend may leave their work out.
+        vocab_size: how many rows of weight are words; those after them are padding and take no part. None: all V.
+        with_entropy: False leaves the entropy out, and with it its share of the forward.
         check: what happens to a target out of range. On a CPU: ValueError at once. On a GPU "auto" makes the row NaN
-        and
-            raises at a later call or in `fusedce.check_flags()`, without a sync; "sync" waits for the GPU and raises
-            here.
+            and raises at a later call or in `fusedce.check_flags()`, without a sync; "sync" waits for the GPU and
+            raises here.
         backend: "auto", "eager", "triton" or "native"; `fusedce.explain()` says what "auto" takes and why.
 
     Returns:
@@ -61,28 +64,30 @@ def linear_logprob(
         TypeError, ValueError: a wrong kind, dtype, device, shape or value, naming the argument.
         RuntimeError: a named backend that cannot run here, with the reason.
 
-    Memory: forward 20·N bytes and the partial sums; backward beside the gradients one chunk of d_logits, at most
-    FUSEDCE_WORKSPACE_MB (default 768 MiB), and 4·V·D bytes for d_weight in fp32. Work: 2·N·D·V FLOP forward, three
-    times that backward. Deterministic: the same inputs give the same bits, forward and backward.
+    Memory: forward 24·N bytes and at most 64 MiB of partial sums; backward beside the gradients one chunk of d_logits,
+    at most FUSEDCE_WORKSPACE_MB (default 768 MiB), and 4·V·D bytes for d_weight in fp32. Work: 2·N·D·V FLOP forward,
+    three times that backward. Deterministic: the same inputs give the same bits, forward and backward.
     """
     op = "linear_logprob"
-    hidden, weight, bias = autocast(hidden, weight, bias)
-    _check(op, hidden, weight, target, bias, ("hidden", "weight", "bias"))
-    _check_options(op, temperature, softcap, ignore_index, check)
-    flat, flat_target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    hidden, weight, bias = head_operands(op, ("hidden", "weight", "bias"), hidden, weight, target, bias, vocab_size)
+    check_options(op, softcap, ignore_index, check)
+    scalar, rows = row_temperature(op, temperature, target)
     logprob, entropy, lse, _ = torch.ops.fusedce.linear_logprob(
-        flat,
+        hidden.reshape(-1, hidden.shape[-1]),
         weight,
-        flat_target,
+        target.reshape(-1),
         bias,
+        rows,
         ignore_index=ignore_index,
-        temperature=float(temperature),
+        temperature=scalar,
         softcap=float(softcap or 0.0),
+        with_entropy=with_entropy,
         backend=backend,
     )
     if check == "sync":
         flags.check_flags()
-    return LogProb(*(result.reshape(target.shape) for result in (logprob, entropy, lse)))
+    shape = target.shape
+    return LogProb(logprob.reshape(shape), entropy.reshape(shape) if with_entropy else None, lse.reshape(shape))
 
 
 def linear_cross_entropy(
@@ -95,8 +100,12 @@ def linear_cross_entropy(
     reduction: str = "mean",
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
-    temperature: float = 1.0,
+    token_weight: Tensor | None = None,
+    z_loss: float = 0.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    vocab_size: int | None = None,
+    shift: bool = False,
     check: str = "auto",
     backend: str = "auto",
 ) -> Tensor:
@@ -105,96 +114,89 @@ def linear_cross_entropy(
 
     The arguments are those of `torch.nn.functional.linear_cross_entropy` (torch ≥ 2.13), then ours. Not a tensor of
     tokens × vocabulary exists at any time (the method: Liger Kernel's and Cut Cross-Entropy's chunked head,
-    arXiv:2411.09009; the online log-sum-exp: arXiv:1805.02867).
+    arXiv:2411.09009; the online log-sum-exp: arXiv:1805.02867). Where "mean" or "sum" is differentiated, the gradients
+    are made in the forward, and the backward multiplies them by its one number.
 
     Args:
         input: (..., D), the hidden states; dtypes as in `linear_logprob`.
-        linear_weight: (V, D).
+        linear_weight: (V, D). One of another dtype is cast to input's.
         target: (...) int64 class indices. Class probabilities are not supported.
         linear_bias: (V,) or None.
         weight: (V,) a factor for each class, any float dtype, or None; no gradient flows into it.
-        reduction: "none", "mean" (over the rows that count, by their class weights) or "sum".
+        reduction: "none", "mean" (over the rows that count, by their class and token weights) or "sum".
         ignore_index: the target of rows without loss; None is −100.
-        label_smoothing: only 0.0; another value raises ValueError.
-        temperature, softcap, check, backend: see `linear_logprob`.
+        label_smoothing: ε in [0, 1]: the loss is (1 − ε) times that of the target and ε times the mean over all words
+            (by their class weights, as in torch). Not together with softcap.
+        token_weight: a factor for each token's loss, target's shape, any float dtype, or None; no gradient flows
+            into it.
+        z_loss: ζ ≥ 0: adds ζ · lse² to each token's loss (PaLM, arXiv:2204.02311).
+        shift: input (B, S, D) and target (B, S) are of the same positions: position s is to predict target s + 1, with
+            target's token_weight. The last one of each sequence predicts nothing.
+        temperature, softcap, vocab_size, check, backend: see `linear_logprob`.
 
     Returns:
         The loss in fp32 (fp64 for fp64): target's shape for "none", else (). When no row counts, "mean" is 0 with zero
         gradients, where torch gives NaN.
 
-    Raises, memory, determinism: see `linear_logprob`.
+    Raises: see `linear_logprob`.
+
+    Memory: "none" as `linear_logprob`. "mean" and "sum": one chunk of exponentials, at most FUSEDCE_WORKSPACE_MB, and
+    4·V·D bytes for d_weight in fp32; from forward to backward the gradients themselves. label_smoothing adds 4·N·D
+    bytes, with class weights 4·V·D. Work: three times 2·N·D·V FLOP with bf16 operands, else up to four. Deterministic.
     """
     op = "linear_cross_entropy"
-    input, linear_weight, linear_bias = autocast(input, linear_weight, linear_bias)
-    _check(op, input, linear_weight, target, linear_bias, ("input", "linear_weight", "linear_bias"))
+    names = ("input", "linear_weight", "linear_bias")
+    input, linear_weight, linear_bias = head_operands(op, names, input, linear_weight, target, linear_bias, vocab_size)
     ignore_index = -100 if ignore_index is None else ignore_index
-    _check_options(op, temperature, softcap, ignore_index, check)
+    check_options(op, softcap, ignore_index, check)
     checks.one_of(op, "reduction", reduction, ("none", "mean", "sum"))
-    if label_smoothing != 0.0:
-        raise ValueError(f"fusedce.{op}: argument 'label_smoothing' is {label_smoothing}; expected 0.0")
+    _check_loss_options(op, label_smoothing, z_loss, softcap)
     if weight is not None:
-        _check_class_weight(op, weight, linear_weight)
+        check_weight(op, "weight", weight, linear_weight.shape[:1], "(V,)", linear_weight.device)
+    if token_weight is not None:
+        check_weight(op, "token_weight", token_weight, target.shape, "target's shape", target.device)
+    scalar, rows = row_temperature(op, temperature, target)
+    shape = target.shape
+    if shift:
+        target, token_weight = _shifted(op, target, token_weight, ignore_index)
     loss = torch.ops.fusedce.linear_ce(
         input.reshape(-1, input.shape[-1]),
         linear_weight,
         target.reshape(-1),
         linear_bias,
-        reduction=reduction if weight is None else "none",
+        reduction=reduction,
         ignore_index=ignore_index,
-        temperature=float(temperature),
+        temperature=scalar,
         softcap=float(softcap or 0.0),
+        label_smoothing=float(label_smoothing),
+        z_loss=float(z_loss),
+        row_temperature=rows,
+        token_weight=None if token_weight is None else token_weight.reshape(-1),
+        class_weight=weight,
         backend=backend,
     )
     if check == "sync":
         flags.check_flags()
-    if weight is not None:
-        loss = _weigh(loss, weight.detach(), target.reshape(-1), ignore_index, reduction)
-    return loss.reshape(target.shape) if reduction == "none" else loss
+    return loss.reshape(shape) if reduction == "none" else loss
 
 
-def _weigh(loss: Tensor, class_weight: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Per-row losses times their class weights, reduced as torch reduces them."""
-    # clamp: a label out of range was reported, and its row is NaN already
-    rows = class_weight.to(loss.dtype)[target.clamp(0, class_weight.shape[0] - 1)]
-    rows = torch.where(target == ignore_index, 0.0, rows)
-    weighed = loss * rows
-    if reduction == "none":
-        return weighed
-    if reduction == "sum":
-        return weighed.sum()
-    total = rows.sum()
-    return weighed.sum() / torch.where(total == 0, 1.0, total)
+def _shifted(op: str, target: Tensor, token_weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
+    """Each position's target is the next one's. The hidden states stay where they are, so that nothing is copied."""
+    if target.dim() < 2:
+        raise ValueError(checks.wrong(op, "target", target, "(B, S) with shift=True"))
+    last = target.new_full((*target.shape[:-1], 1), ignore_index)
+    if token_weight is not None:
+        token_weight = torch.cat((token_weight[..., 1:], torch.zeros_like(token_weight[..., :1])), -1)
+    return torch.cat((target[..., 1:], last[..., : target.shape[-1]]), -1), token_weight
 
 
-def _check(
-    op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, names: tuple[str, str, str]
-) -> None:
-    checks.tensor(op, names[0], hidden, checks.FLOATS)
-    checks.tensor(op, names[1], weight, checks.FLOATS)
-    checks.tensor(op, "target", target, (torch.int64,))
-    if hidden.dim() == 0:
-        raise ValueError(checks.wrong(op, names[0], hidden, "(..., D)"))
-    checks.shape(op, names[1], weight, (None, hidden.shape[-1]), "(V, D)")
-    checks.positive(op, V=weight.shape[0], D=weight.shape[1])
-    checks.shape(op, "target", target, hidden.shape[:-1], f"{names[0]}'s shape without D")
-    if bias is not None:
-        checks.tensor(op, names[2], bias, checks.FLOATS)
-        checks.shape(op, names[2], bias, (weight.shape[0],), "(V,)")
-    named = {names[0]: hidden, names[1]: weight, names[2]: bias}
-    checks.same_dtype(op, **named)
-    checks.same_device(op, **named, target=target)
-
-
-def _check_options(op: str, temperature: float, softcap: float | None, ignore_index: int, check: str) -> None:
-    checks.positive_number(op, "temperature", temperature)
-    if softcap is not None:
-        checks.positive_number(op, "softcap", softcap)
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"fusedce.{op}: argument 'ignore_index' has {checks.describe(ignore_index)}; expected an int")
-    checks.one_of(op, "check", check, ("auto", "sync"))
-
-
-def _check_class_weight(op: str, weight: Tensor, linear_weight: Tensor) -> None:
-    checks.tensor(op, "weight", weight, checks.FLOATS)
-    checks.shape(op, "weight", weight, (linear_weight.shape[0],), "(V,)")
-    checks.same_device(op, linear_weight=linear_weight, weight=weight)
+def _check_loss_options(op: str, label_smoothing: float, z_loss: float, softcap: float | None) -> None:
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"fusedce.{op}: argument 'label_smoothing' is {label_smoothing}; expected 0 to 1")
+    if not 0.0 <= z_loss < float("inf"):
+        raise ValueError(f"fusedce.{op}: argument 'z_loss' is {z_loss}; expected a number from 0")
+    if label_smoothing and softcap is not None:
+        raise ValueError(
+            f"fusedce.{op}: arguments 'label_smoothing' and 'softcap' do not go together: the mean of capped logits is "
+            "no product with one vector"
+        )

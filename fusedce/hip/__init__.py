@@ -4,6 +4,18 @@ Its public name is "native"; the folder is called after HIP, which the sources k
 """
 
 from fusedce.hip.extension import build_info, unavailable
-from fusedce.hip.linear_ce import linear_logprob, linear_logprob_backward
+from fusedce.hip.linear_ce import (
+    linear_ce_sum_backward,
+    linear_fused,
+    linear_logprob,
+    linear_logprob_backward,
+)
 
-__all__ = ["build_info", "linear_logprob", "linear_logprob_backward", "unavailable"]
+__all__ = [
+    "build_info",
+    "linear_ce_sum_backward",
+    "linear_fused",
+    "linear_logprob",
+    "linear_logprob_backward",
+    "unavailable",
+]

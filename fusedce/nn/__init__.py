@@ -1,6 +1,7 @@
 """Drop-in modules over the functions of fusedce."""
 
 from fusedce.nn.linear_ce import LinearCrossEntropyLoss
+from fusedce.nn.lm_head import FusedLMHead
 from fusedce.nn.moe import MoE, Router
 
-__all__ = ["LinearCrossEntropyLoss", "MoE", "Router"]
+__all__ = ["FusedLMHead", "LinearCrossEntropyLoss", "MoE", "Router"]

@@ -18,7 +18,7 @@ class LinearCrossEntropyLoss(nn.Module):
         num_classes: V, the size of the vocabulary.
         bias: whether there is a learnt `linear_bias` (V,).
         device, dtype: of the parameters.
-        reduction, weight, ignore_index, label_smoothing, temperature, softcap, check, backend: see
+        reduction, weight, ignore_index, label_smoothing, temperature, softcap, backend: see
             `fusedce.linear_cross_entropy`.
 
     Parameters: `linear_weight` (V, D), `linear_bias` (V,) or None. `weight` (V,), where given, is a buffer.

@@ -1,4 +1,4 @@
-"""linear_ce and linear_logprob as torch ops: implementation by the chosen backend, fake, autograd."""
+"""linear_logprob, linear_ce_sum and linear_ce as torch ops: implementation by the chosen backend, fake, autograd."""
 
 import math
 
@@ -16,34 +16,33 @@ def _logprob(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
+    row_temperature: Tensor | None = None,
     *,
     ignore_index: int = -100,
     temperature: float = 1.0,
     softcap: float = 0.0,
+    with_entropy: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     flags.raise_pending()
-    _check_sizes(hidden, weight, target, bias)
-    torch._check_value(
-        0 < temperature < math.inf and 0 <= softcap < math.inf,
-        lambda: (
-            f"fusedce.linear_logprob: temperature is {temperature} and softcap {softcap}; expected above 0 and from 0"
-        ),
-    )
+    _check_sizes(hidden, weight, target, bias, row_temperature)
+    options = _options(ignore_index, temperature, softcap, row_temperature)
     choice = registry.choose("linear_logprob", backend, hidden.device, hidden.dtype)
     flags.report_outside("linear_logprob", "target", target, weight.shape[0], ignore_index)
     run = registry.function(choice, "linear_logprob")
-    return run(hidden, weight, target, bias, LogitOptions(ignore_index, temperature, softcap))
+    return run(hidden, weight, target, bias, options, with_entropy)
 
 
 def _logprob_backward(
-    d_logprob: Tensor,
-    d_entropy: Tensor,
-    d_lse: Tensor,
+    d_logprob: Tensor | None,
+    d_entropy: Tensor | None,
+    d_lse: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
+    row_temperature: Tensor | None,
+    logprob: Tensor,
     entropy: Tensor,
     normalizer: Tensor,
     ignore_index: int,
@@ -54,11 +53,74 @@ def _logprob_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     choice = registry.choose("linear_logprob", backend, hidden.device, hidden.dtype)
     run = registry.function(choice, "linear_logprob_backward")
-    upstream, options = Upstream(d_logprob, d_entropy, d_lse), LogitOptions(ignore_index, temperature, softcap)
-    return run(upstream, hidden, weight, target, bias, entropy, normalizer, options, mask)
+    upstream, options = (
+        Upstream(d_logprob, d_entropy, d_lse),
+        _options(ignore_index, temperature, softcap, row_temperature),
+    )
+    return run(upstream, hidden, weight, target, bias, logprob, entropy, normalizer, options, mask)
 
 
-def _check_sizes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+def _ce_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    row_temperature: Tensor | None,
+    nll_weight: Tensor,
+    lse_weight: Tensor | None,
+    square_weight: Tensor | None,
+    *,
+    ignore_index: int,
+    temperature: float,
+    softcap: float,
+    mask: list[bool],
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    flags.raise_pending()
+    _check_sizes(hidden, weight, target, bias, row_temperature)
+    options = _options(ignore_index, temperature, softcap, row_temperature)
+    choice = registry.choose("linear_ce_sum", backend, hidden.device, hidden.dtype)
+    flags.report_outside("linear_ce_sum", "target", target, weight.shape[0], ignore_index)
+    d_logprob = -nll_weight
+
+    def upstream_of(start: int, stop: int, logprob: Tensor, entropy: Tensor, lse: Tensor) -> Upstream:
+        rows = slice(start, stop)
+        d_lse = None if lse_weight is None else lse_weight[rows]
+        if square_weight is not None:
+            slope = 2.0 * square_weight[rows] * lse
+            d_lse = slope if d_lse is None else d_lse + slope
+        return Upstream(d_logprob[rows], None, d_lse)
+
+    run = registry.function(choice, "linear_fused")
+    logprob, _, lse, *grads = run(hidden, weight, target, bias, options, mask, upstream_of, False)
+    loss = (d_logprob * logprob).sum()
+    if lse_weight is not None:
+        loss = loss + (lse_weight * lse).sum()
+    if square_weight is not None:
+        loss = loss + (square_weight * lse * lse).sum()
+    return loss, *grads
+
+
+def _ce_sum_backward(
+    d_loss: Tensor, d_hidden: Tensor, d_weight: Tensor, d_bias: Tensor, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    choice = registry.choose("linear_ce_sum", backend, d_hidden.device, d_hidden.dtype)
+    return registry.function(choice, "linear_ce_sum_backward")(d_loss, d_hidden, d_weight, d_bias)
+
+
+def _options(ignore_index: int, temperature: float, softcap: float, row_temperature: Tensor | None) -> LogitOptions:
+    torch._check_value(
+        0 < temperature < math.inf and 0 <= softcap < math.inf,
+        lambda: (
+            f"fusedce.linear_logprob: temperature is {temperature} and softcap {softcap}; expected above 0 and from 0"
+        ),
+    )
+    return LogitOptions(ignore_index, temperature, softcap, row_temperature)
+
+
+def _check_sizes(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, row_temperature: Tensor | None
+) -> None:
     """What keeps a direct caller of `torch.ops` from reading out of bounds; the whole set is in `functional`."""
     torch._check_value(
         hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1],
@@ -68,10 +130,13 @@ def _check_sizes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | 
         ),
     )
     torch._check_value(weight.numel() > 0, lambda: f"fusedce.linear_logprob: weight {tuple(weight.shape)} is empty")
-    torch._check_value(
-        tuple(target.shape) == (hidden.shape[0],),
-        lambda: f"fusedce.linear_logprob: target has shape {tuple(target.shape)}; expected ({hidden.shape[0]},)",
-    )
+    for name, rows in (("target", target), ("row_temperature", row_temperature)):
+        torch._check_value(
+            rows is None or tuple(rows.shape) == (hidden.shape[0],),
+            lambda name=name, rows=rows: (
+                f"fusedce.linear_logprob: {name} has shape {tuple(rows.shape)}; expected ({hidden.shape[0]},)"
+            ),
+        )
     torch._check_value(
         bias is None or tuple(bias.shape) == (weight.shape[0],),
         lambda: f"fusedce.linear_logprob: bias is not ({weight.shape[0]},)",
@@ -84,7 +149,7 @@ def _check_sizes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | 
         same and hidden.dtype.is_floating_point,
         lambda: f"fusedce.linear_logprob: hidden is {hidden.dtype}, weight {weight.dtype}; expected one floating dtype",
     )
-    tensors = (weight, target) if bias is None else (weight, target, bias)
+    tensors = [t for t in (weight, target, bias, row_temperature) if t is not None]
     torch._check_value(
         all(t.device == hidden.device for t in tensors),
         lambda: (
@@ -104,55 +169,122 @@ def _ce(
     ignore_index: int = -100,
     temperature: float = 1.0,
     softcap: float = 0.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    row_temperature: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    class_weight: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Composite: autograd and compile see linear_logprob and a reduction of N numbers."""
+    """Composite of linear_ce_sum, which has its gradients ready, where one scalar is differentiated; else of
+    linear_logprob."""
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"fusedce.linear_ce: argument 'reduction' is {reduction!r}; expected one of none, mean, sum")
-    logprob, _, _, _ = torch.ops.fusedce.linear_logprob(
-        hidden,
-        weight,
-        target,
-        bias,
-        ignore_index=ignore_index,
-        temperature=temperature,
-        softcap=softcap,
-        backend=backend,
-    )
-    if reduction == "none":
-        return -logprob
-    total = -logprob.sum()
-    if reduction == "sum":
-        return total
-    # All rows ignored: loss 0 and gradients 0, not 0/0.
-    return total / (target != ignore_index).sum().clamp(min=1)
+    if label_smoothing and softcap:
+        raise ValueError("fusedce.linear_ce: arguments 'label_smoothing' and 'softcap' do not go together")
+    kept = target != ignore_index
+    row_weight = kept.to(_result_dtype(hidden))
+    if token_weight is not None:
+        row_weight = torch.where(kept, token_weight.detach().to(row_weight.dtype), 0.0)
+    of_target, smoothed = row_weight, row_weight * label_smoothing
+    if class_weight is not None:
+        class_weight = class_weight.detach().to(row_weight.dtype)
+        # clamp: a label out of range is reported, and its row is NaN already
+        of_target = row_weight * class_weight[target.clamp(0, weight.shape[0] - 1)]
+    if reduction == "mean":
+        # All rows ignored: loss 0 and gradients 0, not 0/0.
+        total = of_target.sum()
+        inverse = 1.0 / torch.where(total == 0, 1.0, total)
+        row_weight, of_target, smoothed = row_weight * inverse, of_target * inverse, smoothed * inverse
+    nll_weight = of_target * (1.0 - label_smoothing)
+    mean_class = 1.0 if class_weight is None else class_weight.mean()
+    lse_weight = smoothed * mean_class if label_smoothing else None
+    square_weight = row_weight * z_loss if z_loss else None
+    options = {"ignore_index": ignore_index, "temperature": temperature, "softcap": softcap, "backend": backend}
+    mask = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
+    if reduction != "none" and any(mask):
+        loss = torch.ops.fusedce.linear_ce_sum(
+            hidden, weight, target, bias, row_temperature, nll_weight, lse_weight, square_weight, mask=mask, **options
+        )[0]
+    else:
+        logprob, _, lse, _ = torch.ops.fusedce.linear_logprob(
+            hidden, weight, target, bias, row_temperature, with_entropy=False, **options
+        )
+        loss = -nll_weight * logprob
+        loss = loss if lse_weight is None else loss + lse_weight * lse
+        loss = loss if square_weight is None else loss + square_weight * lse * lse
+        loss = loss if reduction == "none" else loss.sum()
+    if label_smoothing:
+        inverse_temperature = 1.0 / (temperature if row_temperature is None else row_temperature.detach())
+        uniform = smoothed * inverse_temperature * _mean_logit(hidden, weight, bias, class_weight, kept)
+        loss = loss - (uniform if reduction == "none" else uniform.sum())
+    return loss
+
+
+def _mean_logit(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, kept: Tensor
+) -> Tensor:
+    """(N,): the plain logits' mean over the vocabulary, each times its class weight: one product with one vector."""
+    dtype, vocab = _result_dtype(hidden), weight.shape[0]
+    if class_weight is None:
+        word, offset = weight.sum(0, dtype=dtype), 0.0 if bias is None else bias.sum(dtype=dtype)
+    else:
+        word = (class_weight[:, None] * weight).sum(0, dtype=dtype)
+        offset = 0.0 if bias is None else (class_weight * bias).sum(dtype=dtype)
+    # Rows that take no part may hold NaN or inf.
+    rows = torch.where(kept[:, None], hidden, 0.0)
+    return ((rows * word).sum(1, dtype=dtype) + offset) / vocab
+
+
+def _result_dtype(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
 for _key in ("CPU", "CUDA"):
     LIB.impl("linear_logprob", _logprob, _key)
     LIB.impl("linear_logprob_backward", _logprob_backward, _key)
+    LIB.impl("linear_ce_sum", _ce_sum, _key)
+    LIB.impl("linear_ce_sum_backward", _ce_sum_backward, _key)
 LIB.impl("linear_ce", _ce, "CompositeImplicitAutograd")
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_logprob", lib=LIB)
 def _logprob_fake(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **_: object
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_sizes(hidden, weight, target, bias)
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    logprob, entropy, lse = (hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(3))
-    return logprob, entropy, lse, hidden.new_empty((hidden.shape[0], 2), dtype=dtype)
-
-
-@torch.library.register_fake(f"{NAMESPACE}::linear_logprob_backward", lib=LIB)
-def _logprob_backward_fake(
-    d_logprob: Tensor,
-    d_entropy: Tensor,
-    d_lse: Tensor,
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
+    row_temperature: Tensor | None = None,
+    *,
+    with_entropy: bool = True,
+    **_: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_sizes(hidden, weight, target, bias, row_temperature)
+    dtype, num_rows = _result_dtype(hidden), hidden.shape[0]
+    logprob, lse = (hidden.new_empty(num_rows, dtype=dtype) for _ in range(2))
+    entropy = hidden.new_empty(num_rows if with_entropy else 0, dtype=dtype)
+    return logprob, entropy, lse, hidden.new_empty((num_rows, 2), dtype=dtype)
+
+
+def _gradients_fake(hidden: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        hidden.new_empty(hidden.shape if mask[0] else (0,)),
+        weight.new_empty(weight.shape if mask[1] else (0,)),
+        weight.new_empty(weight.shape[:1] if mask[2] else (0,)),
+    )
+
+
+@torch.library.register_fake(f"{NAMESPACE}::linear_logprob_backward", lib=LIB)
+def _logprob_backward_fake(
+    d_logprob: Tensor | None,
+    d_entropy: Tensor | None,
+    d_lse: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    row_temperature: Tensor | None,
+    logprob: Tensor,
     entropy: Tensor,
     normalizer: Tensor,
     ignore_index: int,
@@ -161,44 +293,73 @@ def _logprob_backward_fake(
     mask: list[bool],
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        hidden.new_empty(hidden.shape if mask[0] else (0,)),
-        weight.new_empty(weight.shape if mask[1] else (0,)),
-        weight.new_empty(weight.shape[:1] if mask[2] else (0,)),
-    )
+    return _gradients_fake(hidden, weight, mask)
 
 
-def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]
-    hidden, weight, target, bias = inputs
-    _, entropy, _, normalizer = output
+@torch.library.register_fake(f"{NAMESPACE}::linear_ce_sum", lib=LIB)
+def _ce_sum_fake(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    row_temperature: Tensor | None,
+    nll_weight: Tensor,
+    lse_weight: Tensor | None,
+    square_weight: Tensor | None,
+    *,
+    mask: list[bool],
+    **_: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_sizes(hidden, weight, target, bias, row_temperature)
+    return hidden.new_empty((), dtype=_result_dtype(hidden)), *_gradients_fake(hidden, weight, mask)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::linear_ce_sum_backward", lib=LIB)
+def _ce_sum_backward_fake(
+    d_loss: Tensor, d_hidden: Tensor, d_weight: Tensor, d_bias: Tensor, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(d_hidden), torch.empty_like(d_weight), torch.empty_like(d_bias)
+
+
+def _logprob_setup(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]
+    hidden, weight, target, bias, row_temperature = inputs
+    logprob, entropy, _, normalizer = output
     ctx.mark_non_differentiable(normalizer)
-    ctx.save_for_backward(hidden, weight, target, bias, entropy, normalizer)
+    # None where a result is not used: the entropy's gradient costs registers and time.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(hidden, weight, target, bias, row_temperature, logprob, entropy, normalizer)
     ctx.options = keyword_only_inputs
 
 
 def _logprob_autograd(ctx, d_logprob, d_entropy, d_lse, _):  # type: ignore[no-untyped-def]
-    hidden, weight, target, bias, entropy, normalizer = ctx.saved_tensors
+    hidden, weight, target, bias, row_temperature, logprob, entropy, normalizer = ctx.saved_tensors
     needs = ctx.needs_input_grad
     mask = [needs[0], needs[1], bias is not None and needs[3]]
     options = ctx.options
+    if not options["with_entropy"]:
+        d_entropy = None
     grads = torch.ops.fusedce.linear_logprob_backward(
-        d_logprob,
-        d_entropy,
-        d_lse,
-        hidden,
-        weight,
-        target,
-        bias,
-        entropy,
-        normalizer,
-        options["ignore_index"],
-        options["temperature"],
-        options["softcap"],
-        mask,
-        options["backend"],
-    )
+        d_logprob, d_entropy, d_lse, hidden, weight, target, bias, row_temperature, logprob, entropy, normalizer,
+        options["ignore_index"], options["temperature"], options["softcap"], mask, options["backend"],
+    )  # fmt: skip
     d_hidden, d_weight, d_bias = (grad if wanted else None for grad, wanted in zip(grads, mask, strict=True))
-    return d_hidden, d_weight, None, d_bias
+    return d_hidden, d_weight, None, d_bias, None
+
+
+def _ce_sum_setup(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, *grads = output
+    ctx.mark_non_differentiable(*grads)
+    ctx.mask, ctx.backend = keyword_only_inputs["mask"], keyword_only_inputs["backend"]
+    ctx.save_for_backward(*grads)
+
+
+def _ce_sum_autograd(ctx, d_loss, *_):  # type: ignore[no-untyped-def]
+    if torch.is_grad_enabled():
+        # create_graph=True: the saved gradients are constants to autograd, which would take their slope for 0.
+        raise RuntimeError("fusedce.linear_ce_sum: double backward is not supported")
+    grads = torch.ops.fusedce.linear_ce_sum_backward(d_loss, *ctx.saved_tensors, ctx.backend)
+    d_hidden, d_weight, d_bias = (grad if wanted else None for grad, wanted in zip(grads, ctx.mask, strict=True))
+    return d_hidden, d_weight, None, d_bias, None, None, None, None
 
 
 def _no_double_backward(ctx, *_):  # type: ignore[no-untyped-def]
@@ -206,6 +367,8 @@ def _no_double_backward(ctx, *_):  # type: ignore[no-untyped-def]
 
 
 torch.library.register_autograd(
-    f"{NAMESPACE}::linear_logprob", _logprob_autograd, setup_context=_setup_context, lib=LIB
+    f"{NAMESPACE}::linear_logprob", _logprob_autograd, setup_context=_logprob_setup, lib=LIB
 )
 torch.library.register_autograd(f"{NAMESPACE}::linear_logprob_backward", _no_double_backward, lib=LIB)
+torch.library.register_autograd(f"{NAMESPACE}::linear_ce_sum_backward", _no_double_backward, lib=LIB)
+torch.library.register_autograd(f"{NAMESPACE}::linear_ce_sum", _ce_sum_autograd, setup_context=_ce_sum_setup, lib=LIB)

@@ -12,25 +12,41 @@ NAMESPACE = "fusedce"
 LIB = torch.library.Library(NAMESPACE, "DEF")
 
 # ── linear cross-entropy ────────────────────────────────────────────────────────────────────────────────────────────
-# hidden (N,D), weight (V,D), target (N,) int64, bias (V,). softcap 0 means none.
+# hidden (N,D), weight (V,D), target (N,) int64, bias (V,). softcap 0 means none. row_temperature (N,) fp32 takes the
+# place of temperature; token_weight (N,) and class_weight (V,) fp32. No gradient flows into these three.
 # -> loss: (N,) for reduction "none", () for "mean" and "sum"; fp32
 LIB.define(
     "linear_ce(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, str reduction='mean', "
-    "int ignore_index=-100, float temperature=1.0, float softcap=0.0, str backend='auto') -> Tensor"
+    "int ignore_index=-100, float temperature=1.0, float softcap=0.0, float label_smoothing=0.0, float z_loss=0.0, "
+    "Tensor? row_temperature=None, Tensor? token_weight=None, Tensor? class_weight=None, str backend='auto') -> Tensor"
 )
-# -> logprob (N,), entropy (N,), lse (N,); fp32; all three 0 where target == ignore_index;
-#    normalizer (N,2): the row's maximum and log Σ exp(z − maximum), for the backward. Their sum is lse, but where
-#    logits are large the sum has lost the smaller one.
+# -> logprob (N,), entropy (N,), or (0,) without it, lse (N,); fp32; all three 0 where target == ignore_index;
+#    normalizer (N,2): the row's largest raw logit, after the softcap and before the temperature, and
+#    log Σ exp(z − its z), for the backward. Together they are lse, but where logits are large lse has lost the smaller.
 LIB.define(
-    "linear_logprob(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, *, int ignore_index=-100, "
-    "float temperature=1.0, float softcap=0.0, str backend='auto') "
+    "linear_logprob(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? row_temperature=None, *, "
+    "int ignore_index=-100, float temperature=1.0, float softcap=0.0, bool with_entropy=True, str backend='auto') "
     "-> (Tensor logprob, Tensor entropy, Tensor lse, Tensor normalizer)"
 )
 # -> d_hidden (N,D), d_weight (V,D), d_bias (V,)
 LIB.define(
-    "linear_logprob_backward(Tensor d_logprob, Tensor d_entropy, Tensor d_lse, Tensor hidden, Tensor weight, "
-    "Tensor target, Tensor? bias, Tensor entropy, Tensor normalizer, int ignore_index, float temperature, "
-    "float softcap, bool[3] mask, str backend) -> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
+    "linear_logprob_backward(Tensor? d_logprob, Tensor? d_entropy, Tensor? d_lse, Tensor hidden, Tensor weight, "
+    "Tensor target, Tensor? bias, Tensor? row_temperature, Tensor logprob, Tensor entropy, Tensor normalizer, "
+    "int ignore_index, float temperature, float softcap, bool[3] mask, str backend) "
+    "-> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
+)
+# loss = Σ −nll_weight·logprob + lse_weight·lse + square_weight·lse², weights (N,) fp32, with its gradients
+# -> loss (), d_hidden (N,D), d_weight (V,D), d_bias (V,)
+LIB.define(
+    "linear_ce_sum(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? row_temperature, "
+    "Tensor nll_weight, Tensor? lse_weight, Tensor? square_weight, *, int ignore_index, float temperature, "
+    "float softcap, bool[3] mask, str backend) -> (Tensor loss, Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
+)
+
+# -> the same gradients times d_loss ()
+LIB.define(
+    "linear_ce_sum_backward(Tensor d_loss, Tensor d_hidden, Tensor d_weight, Tensor d_bias, str backend) "
+    "-> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
 )
 
 # ── mixture of experts ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -80,6 +80,7 @@ class GrpoTrainer(Trainer):
             part = update.rows(rows)
             with self.autocast():
                 policy = self.logprobs(self.model, part)
+            assert policy.entropy is not None  # it was asked for
             result: PolicyLoss = policy_loss(
                 policy.logprob,
                 policy.logprob.detach() if part.old_logprob is None else part.old_logprob,

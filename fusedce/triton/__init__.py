@@ -1,6 +1,11 @@
 """The Triton backend: one function per op, with the signatures of `fusedce.eager`."""
 
-from fusedce.triton.linear_ce import linear_logprob, linear_logprob_backward
+from fusedce.triton.linear_ce import (
+    linear_ce_sum_backward,
+    linear_fused,
+    linear_logprob,
+    linear_logprob_backward,
+)
 from fusedce.triton.moe import (
     moe_combine,
     moe_dispatch,
@@ -12,6 +17,8 @@ from fusedce.triton.moe import (
 )
 
 __all__ = [
+    "linear_ce_sum_backward",
+    "linear_fused",
     "linear_logprob",
     "linear_logprob_backward",
     "moe_combine",

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedce import env
 from fusedce.arch import Arch
@@ -51,6 +52,18 @@ def grouped_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def log1p(x):
+    """log(1 + x) for x ≥ 0, to rounding also where x is small: there by the series of 2·artanh(x / (2 + x))."""
+    t = tl.where(x <= 1.0, x, 0.0)
+    s = tl.math.div_rn(t, 2.0 + t)
+    q = s * s
+    tail = 1.0 / 3 + q * (1.0 / 5 + q * (1.0 / 7 + q * (1.0 / 9 + q * (1.0 / 11 + q * (1.0 / 13 + q * (1.0 / 15))))))
+    near = 2.0 * s + 2.0 * s * q * tail
+    # Not `x <= 1`: NaN must come out as NaN.
+    return tl.where(x > 1.0, tl.log(1.0 + x), tl.where(x <= 1.0, near, x))
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + e^−x). Divided as IEEE has it: the fast division's error is what an fp32 layer would be made of."""
     return tl.math.div_rn(1.0, 1.0 + tl.exp(-x))
@@ -67,6 +80,23 @@ def launch_options(tile: GemmTile, arch: Arch) -> dict[str, int]:
     if arch.vendor == "amd" and tile.matrix_instr:
         options["matrix_instr_nonkdim"] = tile.matrix_instr
     return options
+
+
+def num_programs(num_tiles: int, tile: GemmTile, arch: Arch) -> int:
+    """The grid: one program a tile, or, where programs go from tile to tile and load the next during the epilogue, one
+    a unit."""
+    return min(num_tiles, arch.num_units) if tile.tma else num_tiles
+
+
+def describable(matrix: Tensor) -> bool:
+    """Whether the tensor memory accelerator can read and write it: dense rows that start at multiples of 16 bytes."""
+    row_bytes = matrix.stride(0) * matrix.element_size()
+    return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0 and 0 not in matrix.shape
+
+
+def operand(matrix: Tensor, tile: GemmTile, block: tuple[int, int]) -> Tensor | TensorDescriptor:
+    """`matrix` as a kernel takes it: a descriptor of its blocks where the tile says so, else the tensor."""
+    return TensorDescriptor.from_tensor(matrix, list(block)) if tile.tma else matrix
 
 
 def unit_rows(matrix: Tensor) -> Tensor:

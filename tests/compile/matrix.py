@@ -5,12 +5,13 @@ A file under fusedce/triton with a kernel (a @triton.jit function whose name end
     KERNEL                 that function
     STAGE                  its stage in fusedce.configs, or None for kernels that need no tile
     STAGE_WITH_OPTIONS     where it differs, the stage with all options on
-    signature(dtype)       argument name -> Triton type, for operands of "bf16", "fp16" or "fp32"; else "constexpr"
+    signature(dtype[, tile])  argument name -> Triton type, for operands of "bf16", "fp16" or "fp32"; else "constexpr".
+                           With a tile where the type depends on it: a descriptor's block is part of its type
     constexprs(tile, …)    constant name -> value for a tile (None where STAGE is None)
     UNIT_STRIDES           names of strides that are 1 at a usual launch, where Triton makes them constants
 
-Parameters of constexprs() that default to True or False are options of the kernel: it is compiled with all of them on
-and with all of them off.
+Parameters of constexprs() that default to True or False are options of the kernel: it is compiled with all of them off,
+with all of them on, and, where the softcap has a stage of its own, with all but that on.
 """
 
 import importlib
@@ -38,17 +39,23 @@ OTHER_DTYPE_TARGETS = ("sm_90", "gfx942")
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel to compile. module: where it lives under fusedce.triton; options: whether they are all on."""
+    """One kernel to compile. module: where it lives under fusedce.triton; options: "off", "on" or "no softcap"."""
 
     module: str
     dtype: str
     target: str
-    options: bool
+    options: str
 
     @property
     def key(self) -> tuple[str, str, str, str]:
         """What names the row of the golden table: kernel, options, target, dtype."""
-        return self.module, "on" if self.options else "off", self.target, self.dtype
+        return self.module, self.options, self.target, self.dtype
+
+    @property
+    def switches(self) -> dict[str, bool]:
+        """The kernel's options by name."""
+        off = () if self.options == "on" else ("has_softcap",) if self.options == "no softcap" else None
+        return {name: off is not None and name not in off for name in options_of(self.source)}
 
     @property
     def source(self) -> ModuleType:
@@ -63,7 +70,9 @@ class Case:
     @property
     def tile(self) -> GemmTile | None:
         """The tile that a launch on this GPU would take."""
-        stage = getattr(self.source, "STAGE_WITH_OPTIONS", self.source.STAGE) if self.options else self.source.STAGE
+        stage = self.source.STAGE
+        if self.options == "on":
+            stage = getattr(self.source, "STAGE_WITH_OPTIONS", stage)
         return tile_for(stage, self.arch, ITEMSIZE[self.dtype]) if stage else None
 
 
@@ -95,23 +104,33 @@ def cases() -> list[Case]:
     """The whole matrix, without kernels that a dtype does not change."""
     matrix = []
     for name in kernel_modules():
-        module = Case(name, "bf16", "sm_90", False).source
-        for on in (False, True) if options_of(module) else (False,):
-            matrix += [Case(name, "bf16", target, on) for target in TARGETS]
+        module = Case(name, "bf16", "sm_90", "off").source
+        settings = ["off"] + ["on"] * bool(options_of(module)) + ["no softcap"] * hasattr(module, "STAGE_WITH_OPTIONS")
+        matrix += [Case(name, "bf16", target, options) for options in settings for target in TARGETS]
         for dtype in ("fp16", "fp32"):
-            if module.signature(dtype) != module.signature("bf16"):
-                matrix += [Case(name, dtype, target, False) for target in OTHER_DTYPE_TARGETS]
+            if dtype_matters(module, dtype):
+                matrix += [Case(name, dtype, target, "off") for target in OTHER_DTYPE_TARGETS]
     return matrix
+
+
+def signature_of(module: ModuleType, dtype: str, tile: GemmTile | None) -> dict[str, str]:
+    """The module's signature for a tile."""
+    by_tile = "tile" in inspect.signature(module.signature).parameters
+    return module.signature(dtype, tile) if by_tile else module.signature(dtype)
+
+
+def dtype_matters(module: ModuleType, dtype: str) -> bool:
+    """Whether operands of `dtype` make another kernel than bf16's."""
+    tile = tile_for(module.STAGE, ARCHS["sm_80"], ITEMSIZE["bf16"]) if module.STAGE else None
+    return signature_of(module, dtype, tile) != signature_of(module, "bf16", tile)
 
 
 def compile_case(case: Case) -> CompiledKernel:
     """The kernel as a launch with sizes that are multiples of 16 would compile it."""
     module, tile = case.source, case.tile
     unit_strides = getattr(module, "UNIT_STRIDES", ())
-    signature = module.signature(case.dtype) | dict.fromkeys(unit_strides, "constexpr")
-    constants = module.constexprs(tile, **dict.fromkeys(options_of(module), case.options)) | dict.fromkeys(
-        unit_strides, 1
-    )
+    signature = signature_of(module, case.dtype, tile) | dict.fromkeys(unit_strides, "constexpr")
+    constants = module.constexprs(tile, **case.switches) | dict.fromkeys(unit_strides, 1)
     launch = launch_options(tile, case.arch) if tile else ROW_LAUNCH
     return compile_kernel(module.KERNEL, signature, constants, launch, case.arch)
 

@@ -6,8 +6,9 @@ import importlib
 import pytest
 
 from fusedce.arch import ARCHS
+from fusedce.configs import tile_for
 from tests.compile import golden, nvidia
-from tests.compile.matrix import TARGETS, Case, cases, compile_case, kernel_modules, kernels_in, measure
+from tests.compile.matrix import TARGETS, Case, cases, compile_case, kernel_modules, kernels_in, measure, signature_of
 from tests.compile.resources import MATRIX_16BIT, over_budget
 from tests.compile.toy import compile_toy
 
@@ -31,7 +32,8 @@ def test_file_has_one_kernel_and_says_how_to_compile_it(name: str) -> None:
     module = importlib.import_module(f"fusedce.triton.{name}")
     (kernel,) = kernels_in(module)
     assert module.KERNEL is vars(module)[kernel]
-    assert set(module.signature("bf16")) == set(module.KERNEL.arg_names)
+    tile = tile_for(module.STAGE, ARCHS["sm_80"], 2) if module.STAGE else None
+    assert set(signature_of(module, "bf16", tile)) == set(module.KERNEL.arg_names)
 
 
 def test_table_has_no_row_too_many() -> None:

@@ -101,15 +101,24 @@ def parameters(function: Function) -> list[str]:
 
 
 def longer_than(limit: int, kernels: bool) -> Find:
-    """Finds functions of more than `limit` lines, their decorators aside; among kernels, or among the others."""
+    """Finds functions of more than `limit` lines, decorators and docstring aside; among kernels, or the others."""
 
     def find(text: str) -> Iterator[int]:
         for function in functions(text):
             length = (function.end_lineno or function.lineno) - function.lineno + 1
+            length -= len(text.splitlines()[docstring_lines(function)])
             if is_kernel(function) == kernels and length > limit:
                 yield function.lineno
 
     return find
+
+
+def docstring_lines(function: ast.FunctionDef) -> slice:
+    """The lines of a function's docstring, which may be as long as its subject."""
+    first = function.body[0]
+    if ast.get_docstring(function) is None:
+        return slice(0, 0)
+    return slice(first.lineno - 1, first.end_lineno)
 
 
 def more_parameters_than(limit: int, except_names: frozenset[str]) -> Find:

@@ -20,6 +20,8 @@ NAMES = sorted(n.removeprefix("fusedce::") for n in torch._C._dispatch_get_all_o
 COMPOSITE = {
     n for n in NAMES if torch._C._dispatch_has_kernel_for_dispatch_key(f"fusedce::{n}", "CompositeImplicitAutograd")
 }
+# Ops that are made of a function of the backends that takes a Python function, which no op can.
+PRIMITIVES = {"linear_ce_sum": "linear_fused"}
 # Arguments of a backend's function that stand for several of the op's.
 RECORDS = {"options": tuple(f.name for f in dataclasses.fields(LogitOptions)), "upstream": Upstream._fields}
 # Stages whose kernels hold two output tiles at once: gate and up.
@@ -27,22 +29,35 @@ ACCUMULATORS = {"moe_gate_up": 2, "moe_act_bwd": 2}
 
 
 def test_the_ops_are_known() -> None:
-    expected = {"linear_ce", "linear_logprob", "moe_route", "moe_plan", "moe_experts", "moe_dispatch", "moe_combine"}
+    head = {"linear_ce", "linear_ce_sum", "linear_logprob"}
+    expected = head | {"moe_route", "moe_plan", "moe_experts", "moe_dispatch", "moe_combine"}
     assert expected.issubset(NAMES)
     assert set(NAMES) > COMPOSITE
 
 
 @pytest.mark.parametrize("package", ["eager", "triton"])
-@pytest.mark.parametrize("op", [n for n in NAMES if n not in COMPOSITE])
+@pytest.mark.parametrize("op", [n for n in NAMES if n not in COMPOSITE and n not in PRIMITIVES])
 def test_backend_has_the_op_with_the_schema_s_arguments(package: str, op: str) -> None:
     schema = [a.name for a in getattr(torch.ops.fusedce, op).default._schema.arguments if a.name != "backend"]
+    given = [name for argument in backend_arguments(package, op) for name in RECORDS.get(argument, (argument,))]
+    assert sorted(given) == sorted(schema)
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES.values())
+def test_backends_agree_on_primitives(primitive: str) -> None:
+    """A function that is no op itself has the same arguments in every backend."""
+    assert backend_arguments("eager", primitive) == backend_arguments("triton", primitive)
+    assert backend_arguments("eager", primitive) == backend_arguments("hip", primitive)
+
+
+def backend_arguments(package: str, name: str) -> list[str]:
+    """The arguments of a backend's function, which must be there once and be exported."""
     found = [
-        f for path in paths() if path.startswith(f"fusedce/{package}/") for f in functions(read(path)) if f.name == op
+        f for path in paths() if path.startswith(f"fusedce/{package}/") for f in functions(read(path)) if f.name == name
     ]
-    assert len(found) == 1, f"fusedce.{package} has {len(found)} functions called {op}"
-    given = [name for argument in parameters(found[0]) for name in RECORDS.get(argument, (argument,))]
-    assert given == schema
-    assert op in exported(f"fusedce/{package}/__init__.py")
+    assert len(found) == 1, f"fusedce.{package} has {len(found)} functions called {name}"
+    assert name in exported(f"fusedce/{package}/__init__.py")
+    return parameters(found[0])
 
 
 def exported(path: str) -> list[str]:

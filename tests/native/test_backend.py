@@ -12,6 +12,7 @@ pytestmark = pytest.mark.native
     [
         "vocab=1000, with_bias=False, temperature=1.0, softcap=0.0",
         "vocab=1001, with_bias=True, temperature=0.8, softcap=20.0",
+        "vocab=1001, with_bias=True, temperature=None, softcap=0.0",
     ],
 )
 def test_the_backend_agrees_with_its_twin(native_build: Build, case: str) -> None:

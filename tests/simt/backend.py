@@ -25,15 +25,15 @@ def run_kernels_on_the_host(kernels: HostKernels) -> torch.library.Library:
 
     def logprob_rows(logits: Tensor, target: Tensor, bias: Tensor | None, *options_and_out: float | Tensor) -> None:
         for result, tensor in zip(
-            kernels.logprob_rows(Rows(logits, target, bias, *options_and_out[:3])), options_and_out[3:], strict=True
+            kernels.logprob_rows(Rows(logits, target, bias, *options_and_out[:4])), options_and_out[4:], strict=True
         ):
             tensor.copy_(result)
 
     def d_logits_rows(
         logits: Tensor, target: Tensor, bias: Tensor | None, *options_and_tensors: float | Tensor
     ) -> None:
-        rows = Rows(logits, target, bias, *options_and_tensors[:3])
-        *upstream, out = options_and_tensors[3:]
+        rows = Rows(logits, target, bias, *options_and_tensors[:4])
+        *upstream, out = options_and_tensors[4:]
         kernels.d_logits_rows(rows, upstream, out)
 
     library.impl("logprob_rows", logprob_rows, "CPU")
@@ -41,8 +41,11 @@ def run_kernels_on_the_host(kernels: HostKernels) -> torch.library.Library:
     return library
 
 
-def check(num_rows: int, vocab: int, with_bias: bool, temperature: float, softcap: float) -> None:
-    """Fails unless the native backend and the eager twin agree, over several chunks, values and gradients."""
+def check(num_rows: int, vocab: int, with_bias: bool, temperature: float | None, softcap: float) -> None:
+    """Fails unless the native backend and the eager twin agree, over several chunks, values and gradients.
+
+    temperature: None for one of its own for each row.
+    """
     os.environ["FUSEDCE_WORKSPACE_MB"] = "1"
     assert len(chunked.row_chunks(num_rows, 4 * vocab)) > 1
     torch.manual_seed(0)
@@ -55,16 +58,22 @@ def check(num_rows: int, vocab: int, with_bias: bool, temperature: float, softca
 
     def results(backend, dtype: torch.dtype) -> list[Tensor]:  # type: ignore[no-untyped-def]
         inputs = (hidden.to(dtype), weight.to(dtype), target, None if bias is None else bias.to(dtype))
-        options = LogitOptions(-100, temperature, softcap)
-        logprob, entropy, lse, normalizer = backend.linear_logprob(*inputs, options)
-        gradients = backend.linear_logprob_backward(
-            Upstream(*(g.to(dtype) for g in upstream)), *inputs, entropy, normalizer, options, [True, True, with_bias]
-        )
-        return [logprob, entropy, lse, *gradients]
+        row_temperature = None if temperature else torch.linspace(0.5, 2.0, num_rows, dtype=dtype)
+        options = LogitOptions(-100, temperature or 1.0, softcap, row_temperature)
+        mask, grads = [True, True, with_bias], Upstream(*(g.to(dtype) for g in upstream))
+        logprob, entropy, lse, normalizer = backend.linear_logprob(*inputs, options, True)
+        saved = (logprob, entropy, normalizer)
+        gradients = backend.linear_logprob_backward(grads, *inputs, *saved, options, mask)
+
+        def upstream_of(start: int, stop: int, *_: Tensor) -> Upstream:
+            return Upstream(*(g[start:stop] for g in grads))
+
+        return [logprob, entropy, lse, *gradients, *backend.linear_fused(*inputs, options, mask, upstream_of, True)]
 
     with tempfile.TemporaryDirectory() as folder:
         library = run_kernels_on_the_host(load(64, Path(folder)))
         compared = (results(hip, torch.float32), results(eager, torch.float64), results(eager, torch.float32))
         del library
-    for name, out, gold, twin in zip(("logprob", "entropy", "lse", *NAMES), *compared, strict=True):
+    names = ("logprob", "entropy", "lse", *NAMES)
+    for name, out, gold, twin in zip((*names, *names), *compared, strict=True):
         assert_close(out, gold, twin, name)

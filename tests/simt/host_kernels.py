@@ -27,12 +27,14 @@ class LogitRows(ctypes.Structure):
         ("vocab", ctypes.c_int),
         ("inv_temperature", ctypes.c_float),
         ("softcap", ctypes.c_float),
+        ("row_inv_temperature", ctypes.c_void_p),
     )
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What both kernels are given. logits (N,V) fp32, of any row stride and alignment; bias (V,) fp32 or None."""
+    """What both kernels are given. logits (N,V) fp32, of any row stride and alignment; bias (V,) and
+    row_inv_temperature (N,), which takes the place of the temperature, fp32 or None."""
 
     logits: Tensor
     target: Tensor
@@ -40,6 +42,7 @@ class Rows:
     ignore_index: int = -100
     temperature: float = 1.0
     softcap: float = 0.0
+    row_inv_temperature: Tensor | None = None
 
     def for_c(self) -> LogitRows:
         """The struct that the launchers take. It holds addresses: this object must outlive it."""
@@ -48,6 +51,7 @@ class Rows:
         return LogitRows(
             self.logits.data_ptr(), self.target.data_ptr(), bias, num_rows, self.logits.stride(0), self.ignore_index,
             vocab, 1.0 / self.temperature, self.softcap,
+            None if self.row_inv_temperature is None else self.row_inv_temperature.data_ptr(),
         )  # fmt: skip
 
 

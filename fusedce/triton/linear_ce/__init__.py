@@ -1,7 +1,10 @@
-"""Linear cross-entropy in Triton: `forward` (logits tile, online log-sum-exp), `finish` (merge), `d_logits`
-(gradient)."""
+"""Linear cross-entropy in Triton. `logits` is one tile of logits; three kernels end it differently: `forward` (sums for
+the log-prob), `seeded` (exponentials, for the loss with its gradients in one pass), `backward` (gradient of given
+upstream). The others work on rows."""
 
 from fusedce.triton.linear_ce.backward import linear_logprob_backward
 from fusedce.triton.linear_ce.forward import linear_logprob
+from fusedce.triton.linear_ce.fused import linear_fused
+from fusedce.triton.linear_ce.scale import linear_ce_sum_backward
 
-__all__ = ["linear_logprob", "linear_logprob_backward"]
+__all__ = ["linear_ce_sum_backward", "linear_fused", "linear_logprob", "linear_logprob_backward"]

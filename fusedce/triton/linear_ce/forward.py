@@ -1,92 +1,89 @@
-"""The forward: tiles of logits reduced as they are made, by the running-max online log-sum-exp. Nothing of N × V is
-kept."""
+"""The forward: tiles of logits reduced as they are made. Nothing of N × V is kept."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedce import arch
-from fusedce.configs import GemmTile, tile_for
+from fusedce.chunked import row_chunks
+from fusedce.configs import GemmTile
 from fusedce.options import LogitOptions
-from fusedce.triton.common import grouped_order, launch_options, unit_rows
+from fusedce.triton.common import grouped_order, unit_rows
 from fusedce.triton.linear_ce.finish import merge_partials
-from fusedce.triton.linear_ce.logits import logits_tile
+from fusedce.triton.linear_ce.logits import (
+    LOG2_E,
+    constants,
+    head,
+    operand_types,
+    raw_logits_tile,
+    row_slopes,
+    words_but_target,
+)
+from fusedce.triton.linear_ce.target_logit import target_logit
 
 STAGE, STAGE_WITH_OPTIONS = "linear_ce_fwd", "linear_ce_fwd_softcap"
-# Vocabulary blocks one program walks with its running maximum in registers. Constant, so that a row's bits depend on
-# neither N nor the number of SMs.
-BLOCKS_PER_SPLIT = 8
+# Partial sums of one launch: enough rows for every SM many times over, and small beside the model.
+PARTIAL_BYTES = 64 << 20
 
 
 @triton.jit
 def logprob_fwd_kernel(
-    hidden_ptr,
-    weight_ptr,
-    target_ptr,
+    hidden,
+    weight,
     bias_ptr,
+    target_ptr,
+    slope_ptr,
+    flag_ptr,
     partial_ptr,
     num_rows,
     vocab,
     depth,
     hidden_stride,
     weight_stride,
-    inv_temperature,
     softcap,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    IF_FLAGGED: tl.constexpr,
     EVEN_D: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUP_N: tl.constexpr,
-    BLOCKS_PER_SPLIT: tl.constexpr,
 ):
-    """One program owns BLOCK_N rows and one split of the vocabulary: BLOCKS_PER_SPLIT tiles of logits, one after
-    another.
+    """A program takes one BLOCK_N × BLOCK_V tile of logits after another and keeps three fp32 numbers a row of it.
 
-    Reads its rows of hidden once a tile (from L2) and each of its words of weight once; writes four fp32 numbers a row
-    and
-    split: partial[split, row, 4] = maximum m, Σ e^(z−m), Σ e^(z−m)·(z−m), the target's logit (0 where it is elsewhere).
-    Gaps to the maximum, not logits, are summed: they keep their digits where all logits are large.
+    partial[word block, row, 4] = maximum m of the raw logits, Σ 2^g, Σ 2^g·g, with g = (raw − m)·slope2: the row's
+    target left out of all three. IF_FLAGGED: nothing is done unless *flag_ptr is set. Reads both operands of a tile
+    once, from L2; writes 12 bytes a row and tile.
     """
     num_n = tl.cdiv(num_rows, BLOCK_N)
-    num_splits = tl.cdiv(tl.cdiv(vocab, BLOCK_V), BLOCKS_PER_SPLIT)
-    block_n, split = grouped_order(tl.program_id(0), num_n, num_splits, GROUP_N)
-    offs_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = offs_n < num_rows
-    target = tl.load(target_ptr + offs_n, mask=mask_n, other=-1)
-    running_max = tl.full((BLOCK_N,), -float("inf"), tl.float32)
-    sum_exp = tl.zeros((BLOCK_N,), tl.float32)
-    sum_gap = tl.zeros((BLOCK_N,), tl.float32)
-    target_logit = tl.zeros((BLOCK_N,), tl.float32)
-    first_v = split * BLOCKS_PER_SPLIT * BLOCK_V
-    for start_v in range(first_v, min(first_v + BLOCKS_PER_SPLIT * BLOCK_V, vocab), BLOCK_V):
-        offs_v = start_v + tl.arange(0, BLOCK_V)
-        logits = logits_tile(
-            hidden_ptr, weight_ptr, bias_ptr, offs_n, offs_v, num_rows, vocab, depth, hidden_stride, weight_stride,
-            inv_temperature, softcap, HAS_BIAS, HAS_SOFTCAP, EVEN_D, BLOCK_N, BLOCK_V, BLOCK_D,
+    num_v = tl.cdiv(vocab, BLOCK_V)
+    num_tiles = num_n * num_v
+    if IF_FLAGGED:
+        num_tiles = tl.where(tl.load(flag_ptr) == 0, 0, num_tiles)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=DESCRIPTORS):
+        block_n, block_v = grouped_order(tile, num_n, num_v, GROUP_N)
+        raw = raw_logits_tile(
+            hidden, weight, bias_ptr, block_n, block_v, num_rows, vocab, depth, hidden_stride, weight_stride,
+            softcap, HAS_BIAS, HAS_SOFTCAP, EVEN_D, DESCRIPTORS, BLOCK_N, BLOCK_V, BLOCK_D,
         )  # fmt: skip
-        # The target is compared in 64 bits, so that 2³² is not word 0.
-        target_logit += tl.sum(tl.where(offs_v.to(tl.int64)[None, :] == target[:, None], logits, 0.0), 1)
-        new_max = tl.maximum(running_max, tl.max(logits, 1))
-        # A row that is all −inf so far is shifted by 0: −inf − (−inf) would be NaN.
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-        moved = tl.where(running_max == -float("inf"), 0.0, running_max - shift)
-        rescale = tl.exp(moved)
-        gaps = logits - shift[:, None]
-        exps = tl.exp(gaps)
-        # Σ e^(z−m)·(z−m) moves with the maximum: each term by m's change times its weight, then by the rescale.
-        sum_gap = (sum_gap + sum_exp * moved) * rescale
-        # A word of probability 0 adds 0, also where its logit is −inf.
-        sum_gap += tl.sum(tl.where(exps == 0.0, 0.0, exps * gaps), 1)
-        sum_exp = sum_exp * rescale + tl.sum(exps, 1)
-        running_max = new_max
-    partial_ptrs = partial_ptr + (split.to(tl.int64) * num_rows + offs_n) * 4
-    tl.store(partial_ptrs, running_max, mask=mask_n)
-    tl.store(partial_ptrs + 1, sum_exp, mask=mask_n)
-    tl.store(partial_ptrs + 2, sum_gap, mask=mask_n)
-    tl.store(partial_ptrs + 3, target_logit, mask=mask_n)
+        offs_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < num_rows
+        target = tl.load(target_ptr + offs_n, mask=mask_n, other=-1)
+        slope2 = tl.load(slope_ptr + offs_n, mask=mask_n, other=0.0) * LOG2_E
+        raw = tl.where(words_but_target(block_v, target, vocab, BLOCK_V), raw, -float("inf"))
+        tile_max = tl.max(raw, 1)
+        # A row that is all −inf is shifted by 0: −inf − (−inf) would be NaN.
+        gaps = (raw - tl.where(tile_max == -float("inf"), 0.0, tile_max)[:, None]) * slope2[:, None]
+        exps = tl.exp2(gaps)
+        partial_ptrs = partial_ptr + (block_v.to(tl.int64) * num_rows + offs_n) * 4
+        tl.store(partial_ptrs, tile_max, mask=mask_n)
+        tl.store(partial_ptrs + 1, tl.sum(exps, 1), mask=mask_n)
+        if HAS_ENTROPY:
+            # 2^−200 is 0 in fp32, and 0 · (−200) is 0 where 0 · (−inf) is not.
+            tl.store(partial_ptrs + 2, tl.sum(exps * tl.maximum(gaps, -200.0), 1), mask=mask_n)
 
 
 def linear_logprob(
@@ -95,49 +92,71 @@ def linear_logprob(
     target: Tensor,
     bias: Tensor | None,
     options: LogitOptions,
+    with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logprob, entropy, lse (N,) and normalizer (N,2), fp32. See `fusedce.eager.linear_ce` for the formula."""
-    (num_rows, depth), vocab = hidden.shape, weight.shape[0]
     hidden, weight, target = unit_rows(hidden), unit_rows(weight), target.contiguous()
-    machine = arch.of_device(hidden.device)
-    tile = tile_for(STAGE_WITH_OPTIONS if options.softcap else STAGE, machine, hidden.element_size())
-    num_splits = triton.cdiv(triton.cdiv(vocab, tile.block_n), BLOCKS_PER_SPLIT)
-    partial = hidden.new_empty((num_splits, num_rows, 4), dtype=torch.float32)
-    if num_rows:
-        with torch.cuda.device_of(hidden):
-            KERNEL[(triton.cdiv(num_rows, tile.block_m) * num_splits,)](
-                hidden, weight, target, weight if bias is None else bias.contiguous(), partial, num_rows, vocab, depth,
-                hidden.stride(0), weight.stride(0), 1.0 / options.temperature, options.softcap,
-                **constexprs(tile, depth, bias is not None, options.softcap != 0.0), **launch_options(tile, machine),
-            )  # fmt: skip
-    return merge_partials(partial, target, vocab, options.ignore_index)
+    num_rows = hidden.shape[0]
+    slopes = row_slopes(options, num_rows, hidden)
+    logprob, lse = (hidden.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
+    entropy = hidden.new_empty(num_rows if with_entropy else 0, dtype=torch.float32)
+    normalizer = hidden.new_empty((num_rows, 2), dtype=torch.float32)
+    whole = head((STAGE, STAGE_WITH_OPTIONS), hidden, weight, bias, options)
+    raw_target = target_logit(target, whole)
+    num_splits = triton.cdiv(whole.vocab, whole.tile.block_n)
+    for start, stop in row_chunks(num_rows, 16 * num_splits, PARTIAL_BYTES):
+        rows = slice(start, stop)
+        partial = tile_sums(hidden[rows], weight, bias, target[rows], slopes[rows], options, with_entropy)
+        merge_partials(
+            partial, raw_target[rows], target[rows], slopes[rows], options.ignore_index,
+            logprob[rows], entropy[rows], lse[rows], normalizer[rows],
+        )  # fmt: skip
+    return logprob, entropy, lse, normalizer
+
+
+def tile_sums(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    slopes: Tensor,
+    options: LogitOptions,
+    with_entropy: bool,
+    flag: Tensor | None = None,
+) -> Tensor:
+    """Partial sums (splits, rows, 4); without the entropy the third number is left as it is, the fourth always. With a
+    flag, nothing is written unless that is set."""
+    run = head((STAGE, STAGE_WITH_OPTIONS), hidden, weight, bias, options)
+    partial = hidden.new_empty((triton.cdiv(run.vocab, run.tile.block_n), hidden.shape[0], 4), dtype=torch.float32)
+    with torch.cuda.device_of(hidden):
+        KERNEL[run.grid()](
+            *run.arguments(), target, slopes, target if flag is None else flag, partial, *run.sizes(),
+            **run.constants(), HAS_ENTROPY=with_entropy, IF_FLAGGED=flag is not None, **run.launch(),
+        )  # fmt: skip
+    return partial
 
 
 KERNEL = logprob_fwd_kernel
 
 
-def signature(dtype: str) -> dict[str, str]:
+def signature(dtype: str, tile: GemmTile) -> dict[str, str]:
     """Triton's type of every argument, with operands of `dtype` ("bf16", "fp16", "fp32")."""
     return {
-        **dict.fromkeys(("hidden_ptr", "weight_ptr"), f"*{dtype}"),
+        **operand_types(dtype, tile),
         "target_ptr": "*i64",
-        "bias_ptr": f"*{dtype}",
-        "partial_ptr": "*fp32",
-        **dict.fromkeys(("num_rows", "vocab", "depth", "hidden_stride", "weight_stride"), "i32"),
-        **dict.fromkeys(("inv_temperature", "softcap"), "fp32"),
-        **dict.fromkeys(constexprs(GemmTile(1, 1, 1, 1, 1)), "constexpr"),
+        **dict.fromkeys(("slope_ptr", "partial_ptr"), "*fp32"),
+        "flag_ptr": "*i32",
+        **dict.fromkeys(constexprs(tile), "constexpr"),
     }
 
 
-def constexprs(tile: GemmTile, depth: int = 0, has_bias: bool = True, has_softcap: bool = True) -> dict[str, int]:
+def constexprs(
+    tile: GemmTile,
+    depth: int = 0,
+    has_bias: bool = True,
+    has_softcap: bool = True,
+    has_entropy: bool = True,
+    if_flagged: bool = True,
+) -> dict[str, int]:
     """The kernel's sizes and switches for a tile and D."""
-    return {
-        "HAS_BIAS": has_bias,
-        "HAS_SOFTCAP": has_softcap,
-        "EVEN_D": depth % tile.block_k == 0,
-        "BLOCK_N": tile.block_m,
-        "BLOCK_V": tile.block_n,
-        "BLOCK_D": tile.block_k,
-        "GROUP_N": tile.group_m,
-        "BLOCKS_PER_SPLIT": BLOCKS_PER_SPLIT,
-    }
+    return constants(tile, depth, has_bias, has_softcap) | {"HAS_ENTROPY": has_entropy, "IF_FLAGGED": if_flagged}

@@ -1,0 +1,57 @@
+"""What the loss asks of each row's gradient, in three numbers a row: the algebra that all backends share."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedce.options import LogitOptions, Upstream
+
+
+class RowGradient(NamedTuple):
+    """The gradient of the loss in a row's raw logits (after the softcap, before the temperature), each number (N,).
+
+    d_raw_j = p_j · (on_probs − on_surprise · (log p_j + H)) for every word j but the target, whose entry is on_target.
+    Rows that take no part have zeros. on_surprise is None where no gradient of the entropy is asked for.
+    """
+
+    on_probs: Tensor
+    on_surprise: Tensor | None
+    on_target: Tensor
+
+    def over(self, scale: Tensor) -> "RowGradient":
+        """All numbers divided by a scalar tensor."""
+        surprise = None if self.on_surprise is None else self.on_surprise / scale
+        return RowGradient(self.on_probs / scale, surprise, self.on_target / scale)
+
+    def of_rows(self, start: int, stop: int) -> "RowGradient":
+        """The same for a range of rows."""
+        surprise = None if self.on_surprise is None else self.on_surprise[start:stop]
+        return RowGradient(self.on_probs[start:stop], surprise, self.on_target[start:stop])
+
+
+def row_gradient(
+    upstream: Upstream, logprob: Tensor, entropy: Tensor, target: Tensor, options: LogitOptions
+) -> RowGradient:
+    """From the upstream gradients and the forward's log-prob and entropy, (N,) each.
+
+    With y the target: d_z_j = p_j·(d_lse − d_logprob − d_entropy·(log p_j + H)), and d_logprob more for j = y. There
+    1 − p_y is taken from the log-prob, which is exact where p_y is near 1.
+    """
+    d_logprob, d_entropy, d_lse = upstream
+    zeros = torch.zeros_like(logprob)
+    d_logprob = zeros if d_logprob is None else d_logprob
+    d_lse = zeros if d_lse is None else d_lse
+    probs = logprob.exp()
+    on_target = d_lse * probs - d_logprob * torch.expm1(logprob)
+    if d_entropy is not None:
+        # p·(log p + H) is 0 where p is 0, although log p is −inf there.
+        on_target = on_target - d_entropy * torch.where(probs == 0, 0.0, probs * (logprob + entropy))
+    slope = 1.0 / (options.temperature if options.row_temperature is None else options.row_temperature.to(logprob))
+    kept = target != options.ignore_index
+
+    def of_kept(numbers: Tensor) -> Tensor:
+        return torch.where(kept, numbers * slope, 0.0)
+
+    surprise = None if d_entropy is None else of_kept(d_entropy)
+    return RowGradient(of_kept(d_lse - d_logprob), surprise, of_kept(on_target))

@@ -55,80 +55,91 @@ def losses(device: str) -> dict:  # type: ignore[type-arg]
     return found
 
 
-def floors(hidden: Tensor, weight: Tensor) -> list[Provider]:
-    """The bare GEMMs a chunk, by torch.mm: "floor1" the logits alone, "floor3" and "floor4" with the gradients'."""
+def log_probs(device: str) -> dict:  # type: ignore[type-arg]
+    """Provider name -> log-prob of each token."""
+
+    def eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return -F.cross_entropy(F.linear(hidden, weight), target, reduction="none")
+
+    found = {"torch-eager": eager}
+    if device == "cuda":
+        found["torch-compile"] = torch.compile(eager)
+    for name in losses(device):
+        if backend := name.partition("fusedce-")[2]:
+            found[name] = lambda h, w, t, b=backend: fusedce.linear_logprob(h, w, t, with_entropy=False, backend=b)[0]
+    return found
+
+
+def floors(hidden: Tensor, weight: Tensor) -> dict[str, Provider]:
+    """The bare GEMMs over all tokens, by torch.mm a chunk: "floor1" the logits alone, "floor3" and "floor4" with
+    the gradients'."""
     rows = hidden[: min(CHUNK, hidden.shape[0])]
     gradient = (rows @ weight.t()).mul_(0.01)
 
-    def logits() -> Tensor:
-        return rows @ weight.t()
+    def floor(num_logits: int, with_gradients: bool) -> Provider:
+        def run() -> Tensor:
+            for _ in range(hidden.shape[0] // rows.shape[0]):
+                for _ in range(num_logits):
+                    out = rows @ weight.t()
+                if with_gradients:
+                    rows.t() @ gradient
+                    out = gradient @ weight
+            return out
 
-    def gradients() -> Tensor:
-        rows.t() @ gradient
-        return gradient @ weight
+        return Provider(f"floor{num_logits + 2 * with_gradients}", run)
 
-    def three() -> Tensor:
-        logits()
-        return gradients()
-
-    def four() -> Tensor:
-        logits()
-        return three()
-
-    return [Provider("floor1", logits), Provider("floor3", three), Provider("floor4", four)]
+    return {"fwd": floor(1, False), "scalar": floor(1, True), "per token": floor(2, True)}
 
 
 def bench(case: str, device: str, rounds: int, commit: str, names: str) -> list:  # type: ignore[type-arg]
-    """All rows of one case."""
+    """All rows of one case: the scalar loss, then per-token log-probs under random upstream gradients."""
     num_rows, depth, vocab = CASES[case]
-    name = f"N{num_rows}_D{depth}_V{vocab}_random"
-    where = environment(device, commit)
+    name, where = f"N{num_rows}_D{depth}_V{vocab}_random", environment(device, commit)
     hidden, weight, target = inputs(case, device)
-    scale = num_rows / min(CHUNK, num_rows)
-    floor_times = interleaved(floors(hidden, weight), device, rounds)
-    rows = []
-    for floor, values in floor_times.items():
-        mode = "fwd" if floor == "floor1" else "fwd_bwd"
-        rows += rows_of({floor: [v * scale for v in values]}, where, "linear_ce", name, mode)
+    floor = floors(hidden, weight)
     head = slice(0, min(256, num_rows))
-    part = hidden[head].double()
-    gold_loss = F.cross_entropy(part @ weight.double().t(), target[head])
+    upstream = torch.randn(num_rows, device=device, generator=torch.Generator(device).manual_seed(2))
+    leaf = hidden[head].double().requires_grad_()
+    gold_rows = F.cross_entropy(leaf @ weight.double().t(), target[head], reduction="none")
+    gold_scalar = torch.autograd.grad(gold_rows.sum() / num_rows, leaf, retain_graph=True)[0]
+    gold_rows_grad = torch.autograd.grad(-gold_rows @ upstream[head].double(), leaf)[0]
     hidden.requires_grad_(), weight.requires_grad_()
     gradient_bytes = sum(t.numel() * t.element_size() for t in (hidden, weight))
 
-    def forward(loss):  # type: ignore[no-untyped-def]
-        def run() -> Tensor:
+    def forward(run):  # type: ignore[no-untyped-def]
+        def no_grad() -> Tensor:
             with torch.no_grad():
-                return loss(hidden, weight, target)
+                return run(hidden, weight, target)
 
-        return run
+        return no_grad
 
-    def whole(loss):  # type: ignore[no-untyped-def]
-        def run() -> Tensor:
+    def whole(run, grad: Tensor | None):  # type: ignore[no-untyped-def]
+        def both() -> Tensor:
             hidden.grad = weight.grad = None
-            loss(hidden, weight, target).backward()
-            return hidden.grad[head] * num_rows
+            run(hidden, weight, target).backward(grad)
+            return hidden.grad[head]
 
-        return run
+        return both
 
-    found = chosen(losses(device), names)
-    for provider, loss in found.items():
-        with torch.no_grad():
-            off = loss(hidden[head], weight, target[head]) - gold_loss
-            print(f"  {provider}: loss of {head.stop} rows off by {off.item():.1e}")
-    leaf = part.requires_grad_()
-    F.cross_entropy(leaf @ weight.detach().double().t(), target[head], reduction="sum").backward()
-    providers = usable([Provider(n, whole(loss)) for n, loss in found.items()], leaf.grad, 2e-2)
-    peaks = {}
-    for provider in providers:
+    rows = []
+    for op, found, grad, gold, least in (
+        ("linear_ce", losses(device), None, gold_scalar, floor["scalar"]),
+        ("linear_logprob", log_probs(device), upstream, gold_rows_grad, floor["per token"]),
+    ):
+        found = chosen(found, names)
+        providers = usable([Provider(n, whole(run, grad)) for n, run in found.items()], gold, 2e-2)
+        peaks = {}
+        for provider in providers:
+            hidden.grad = weight.grad = None
+            peaks[provider.name] = [peak_gib(provider.run, device, gradient_bytes)]
+        rows += rows_of(interleaved([least, *providers], device, rounds), where, op, name, "fwd_bwd")
+        if device == "cuda":
+            rows += rows_of(peaks, where, op, name, "fwd_bwd", "peak", "GiB")
         hidden.grad = weight.grad = None
-        peaks[provider.name] = [peak_gib(provider.run, device, gradient_bytes)]
-    rows += rows_of(interleaved(providers, device, rounds), where, "linear_ce", name, "fwd_bwd")
-    if device == "cuda":
-        rows += rows_of(peaks, where, "linear_ce", name, "fwd_bwd", "peak", "GiB")
-    passed = {p.name for p in providers}
-    forwards = [Provider(n, forward(loss)) for n, loss in found.items() if n in passed]
-    return rows + rows_of(interleaved(forwards, device, rounds), where, "linear_ce", name, "fwd")
+        passed = {p.name for p in providers}
+        forwards = [floor["fwd"], *(Provider(n, forward(run)) for n, run in found.items() if n in passed)]
+        rows += rows_of(interleaved(forwards, device, rounds), where, op, name, "fwd")
+    return rows
 
 
 def main() -> None:

@@ -55,3 +55,33 @@ def row_gradient(
 
     surprise = None if d_entropy is None else of_kept(d_entropy)
     return RowGradient(of_kept(d_lse - d_logprob), surprise, of_kept(on_target))
+
+
+def merge_parts(
+    parts: Tensor, target: Tensor, options: LogitOptions, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logprob, entropy, lse (N,) and normalizer (N,2) from the parts (P,N,4) of P shards; see `linear_parts`.
+
+    Sums move with the maximum, each by e^(its change); the target, which all leave out, comes last.
+    """
+    slope = 1.0 / (options.temperature if options.row_temperature is None else options.row_temperature.to(parts))
+    maxima, rests, gaps, targets = parts.unbind(-1)
+    raw_target = targets.amax(0)
+    largest = torch.maximum(maxima.amax(0), raw_target)
+    # A row that is all −inf is shifted by 0: −inf − (−inf) would hide that nothing is there.
+    largest = torch.where(largest == -torch.inf, 0.0, largest)
+    moved = torch.where(maxima == -torch.inf, 0.0, (maxima - largest) * slope)
+    rest = (rests * moved.exp()).sum(0)
+    gap = (raw_target - largest) * slope
+    of_target = gap.exp()
+    likely = of_target >= rest
+    log_sum = torch.where(likely, (rest / of_target).log1p() + gap, (rest + of_target).log())
+    logprob = torch.where(likely, -(rest / of_target).log1p(), gap - log_sum)
+    kept = target != options.ignore_index
+    entropy = logprob[:0]
+    if with_entropy:
+        sum_gap = ((gaps + rests * moved) * moved.exp()).sum(0) + torch.where(of_target == 0, 0.0, of_target * gap)
+        entropy = torch.where(kept, log_sum - sum_gap / (rest + of_target), 0.0)
+    # Shifted by +inf, every probability of an ignored row is 0.
+    normalizer = torch.stack((torch.where(kept, largest, torch.inf), torch.where(kept, log_sum, 0.0)), 1)
+    return torch.where(kept, logprob, 0.0), entropy, torch.where(kept, largest * slope + log_sum, 0.0), normalizer

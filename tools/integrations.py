@@ -7,8 +7,9 @@ tests/integrations, the slow ones too. torch stays as it is.
 import importlib.metadata
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
+
+import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -1,8 +1,9 @@
 """The tiles of every kernel stage, one table per architecture. A choice between machines is a row here.
 
 Stages: linear_ce_fwd (logits tile, its sums), linear_ce_seeded (its exponentials, for the loss with gradients in one
-pass), linear_ce_dlogits (its gradient), all again with a softcap, whose epilogue needs more registers; moe_gate_up (two
-accumulators), moe_rows (down projection and d_hidden), moe_act_bwd (gradient of the activation), moe_wgrad (weights).
+pass), linear_ce_dlogits (its gradient), all again with a bias or a softcap, for which the wide tile has no registers
+left (a lane would hold the bias of 64 words); moe_gate_up (two accumulators), moe_rows (down projection and d_hidden),
+moe_act_bwd (gradient of the activation), moe_wgrad (weights).
 """
 
 from fusedce.arch import Arch
@@ -10,15 +11,15 @@ from fusedce.configs.tiles import GemmTile
 
 _GEMM = GemmTile(128, 256, 64, num_warps=8, num_stages=3)
 _HEAD = GemmTile(128, 256, 64, num_warps=8, num_stages=3, group_m=16, tma=True, staged_bytes=2)
-_HEAD_SOFTCAP = GemmTile(128, 128, 64, num_warps=8, num_stages=4, group_m=16, tma=True, staged_bytes=2)
+_HEAD_OPTIONS = GemmTile(128, 128, 64, num_warps=8, num_stages=4, group_m=16, tma=True, staged_bytes=2)
 _SM_90 = {
     # Writes three numbers a row, so the output's share of shared memory goes to a fourth stage.
     "linear_ce_fwd": GemmTile(128, 256, 64, num_warps=8, num_stages=4, group_m=16, tma=True),
-    "linear_ce_fwd_softcap": _HEAD_SOFTCAP,
+    "linear_ce_fwd_options": _HEAD_OPTIONS,
     "linear_ce_seeded": _HEAD,
-    "linear_ce_seeded_softcap": _HEAD_SOFTCAP,
+    "linear_ce_seeded_options": _HEAD_OPTIONS,
     "linear_ce_dlogits": _HEAD,
-    "linear_ce_dlogits_softcap": _HEAD_SOFTCAP,
+    "linear_ce_dlogits_options": _HEAD_OPTIONS,
     "moe_gate_up": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
     "moe_rows": _GEMM,
     # SwiGLU's backward holds five tiles at once: twice as wide spills.

@@ -6,6 +6,7 @@ from fusedce.eager.linear_ce import (
     linear_fused,
     linear_logprob,
     linear_logprob_backward,
+    linear_parts,
 )
 from fusedce.eager.moe import (
     moe_combine,
@@ -22,6 +23,7 @@ __all__ = [
     "linear_fused",
     "linear_logprob",
     "linear_logprob_backward",
+    "linear_parts",
     "moe_combine",
     "moe_dispatch",
     "moe_experts",

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fusedce.chunked import row_chunks
 from fusedce.options import LogitOptions, Upstream, UpstreamOf
-from fusedce.rows import RowGradient, row_gradient
+from fusedce.rows import RowGradient, merge_parts, row_gradient
 
 
 def linear_logprob(
@@ -25,6 +25,35 @@ def linear_logprob(
         raw, _ = _raw_logits(hidden[start:stop], weight, bias, options, results.dtype)
         results.set(start, stop, raw, target[start:stop], options.of_rows(start, stop))
     return results.logprob, results.entropy, results.lse, results.normalizer
+
+
+def linear_parts(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    options: LogitOptions,
+    with_entropy: bool,
+) -> Tensor:
+    """(N,4): what a shard of the vocabulary knows of each row; see `fusedce.rows.merge_parts`."""
+    dtype = _accumulate_dtype(hidden)
+    parts = hidden.new_empty((hidden.shape[0], 4), dtype=dtype)
+    for start, stop in _chunks(hidden, weight, dtype):
+        raw, _ = _raw_logits(hidden[start:stop], weight, bias, options, dtype)
+        parts[start:stop] = _parts_of(raw, target[start:stop], options.of_rows(start, stop), with_entropy)
+    return parts
+
+
+def _parts_of(raw: Tensor, target: Tensor, options: LogitOptions, with_entropy: bool) -> Tensor:
+    inside = (target >= 0) & (target < raw.shape[1])
+    column = torch.where(inside, target, 0)[:, None]
+    raw_target = torch.where(inside, raw.gather(1, column)[:, 0], -torch.inf)
+    others = raw.scatter(1, column, torch.where(inside, -torch.inf, raw.gather(1, column)[:, 0])[:, None])
+    largest = others.amax(1)
+    gaps = (others - torch.where(largest == -torch.inf, 0.0, largest)[:, None]) * _row_slope(options, raw)
+    exps = gaps.exp()
+    sum_gap = torch.where(exps == 0, 0.0, exps * gaps).sum(1) if with_entropy else torch.zeros_like(largest)
+    return torch.stack((largest, exps.sum(1), sum_gap, raw_target), 1)
 
 
 def linear_logprob_backward(
@@ -95,33 +124,16 @@ class _Results:
 
     def set(self, start: int, stop: int, raw: Tensor, target: Tensor, options: LogitOptions) -> None:
         """Rows [start, stop) from their raw logits; options are those of the rows."""
-        rows, slope = slice(start, stop), _row_slope(options, raw)
-        kept = target != options.ignore_index
-        inside = (target >= 0) & (target < raw.shape[1])
-        largest = raw.amax(1)
-        # A row that is all −inf is shifted by 0: −inf − (−inf) would hide that nothing is there.
-        largest = torch.where(largest == -torch.inf, 0.0, largest)
-        gaps = (raw - largest[:, None]) * slope
-        column = torch.where(inside, target, 0)[:, None]
-        gap = gaps.gather(1, column)[:, 0]
+        rows, with_entropy = slice(start, stop), self.entropy.numel() > 0
+        parts = _parts_of(raw, target, options, with_entropy)
+        logprob, entropy, lse, normalizer = merge_parts(parts[None], target, options, with_entropy)
         # Labels out of range were reported already; their rows are NaN, so that nothing plausible comes out of them.
-        gap = torch.where(inside, gap, torch.nan)
-        rest = gaps.exp().scatter(1, column, 0.0).sum(1)
-        of_target = gap.exp()
-        # The target's own term is added last: exact where its probability is near 1, and no log-prob above 0.
-        likely = of_target >= rest
-        log_sum = torch.where(likely, (rest / of_target).log1p() + gap, (rest + of_target).log())
-        logprob = torch.where(likely, -(rest / of_target).log1p(), gap - log_sum)
-        lse = largest * slope[:, 0] + log_sum
-        self.logprob[rows], self.lse[rows] = torch.where(kept, logprob, 0.0), torch.where(kept, lse, 0.0)
-        if self.entropy.numel():
-            log_probs = gaps - log_sum[:, None]
-            probs = log_probs.exp()
-            entropy = -torch.where(probs == 0, 0.0, probs * log_probs).sum(1)
-            self.entropy[rows] = torch.where(kept, entropy, 0.0)
-        # Shifted by +inf, every probability of an ignored row is 0.
-        shift, log_sum = torch.where(kept, largest, torch.inf), torch.where(kept, log_sum, 0.0)
-        self.normalizer[rows] = torch.stack((shift, log_sum), 1)
+        outside = (target != options.ignore_index) & ((target < 0) | (target >= raw.shape[1]))
+        self.logprob[rows] = torch.where(outside, torch.nan, logprob)
+        self.lse[rows] = torch.where(outside, torch.nan, lse)
+        if with_entropy:
+            self.entropy[rows] = torch.where(outside, torch.nan, entropy)
+        self.normalizer[rows] = torch.where(outside[:, None], torch.nan, normalizer)
 
 
 def _d_raw(

@@ -1,63 +1,13 @@
-"""linear_logprob, linear_ce_sum and linear_ce as torch ops: implementation by the chosen backend, fake, autograd."""
-
-import math
+"""linear_ce_sum and linear_ce as torch ops: implementation by the chosen backend, fake, autograd."""
 
 import torch
 from torch import Tensor
 
 from fusedce import flags
 from fusedce.ops import registry
+from fusedce.ops.linear_logprob import check_sizes, gradients_fake, logit_options, no_double_backward, result_dtype
 from fusedce.ops.schema import LIB, NAMESPACE
-from fusedce.options import LogitOptions, Upstream
-
-
-def _logprob(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    row_temperature: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    softcap: float = 0.0,
-    with_entropy: bool = True,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    flags.raise_pending()
-    _check_sizes(hidden, weight, target, bias, row_temperature)
-    options = _options(ignore_index, temperature, softcap, row_temperature)
-    choice = registry.choose("linear_logprob", backend, hidden.device, hidden.dtype)
-    flags.report_outside("linear_logprob", "target", target, weight.shape[0], ignore_index)
-    run = registry.function(choice, "linear_logprob")
-    return run(hidden, weight, target, bias, options, with_entropy)
-
-
-def _logprob_backward(
-    d_logprob: Tensor | None,
-    d_entropy: Tensor | None,
-    d_lse: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    row_temperature: Tensor | None,
-    logprob: Tensor,
-    entropy: Tensor,
-    normalizer: Tensor,
-    ignore_index: int,
-    temperature: float,
-    softcap: float,
-    mask: list[bool],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    choice = registry.choose("linear_logprob", backend, hidden.device, hidden.dtype)
-    run = registry.function(choice, "linear_logprob_backward")
-    upstream, options = (
-        Upstream(d_logprob, d_entropy, d_lse),
-        _options(ignore_index, temperature, softcap, row_temperature),
-    )
-    return run(upstream, hidden, weight, target, bias, logprob, entropy, normalizer, options, mask)
+from fusedce.options import Upstream
 
 
 def _ce_sum(
@@ -77,8 +27,8 @@ def _ce_sum(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     flags.raise_pending()
-    _check_sizes(hidden, weight, target, bias, row_temperature)
-    options = _options(ignore_index, temperature, softcap, row_temperature)
+    check_sizes(hidden, weight, target, bias, row_temperature)
+    options = logit_options(ignore_index, temperature, softcap, row_temperature)
     choice = registry.choose("linear_ce_sum", backend, hidden.device, hidden.dtype)
     flags.report_outside("linear_ce_sum", "target", target, weight.shape[0], ignore_index)
     d_logprob = -nll_weight
@@ -108,57 +58,6 @@ def _ce_sum_backward(
     return registry.function(choice, "linear_ce_sum_backward")(d_loss, d_hidden, d_weight, d_bias)
 
 
-def _options(ignore_index: int, temperature: float, softcap: float, row_temperature: Tensor | None) -> LogitOptions:
-    torch._check_value(
-        0 < temperature < math.inf and 0 <= softcap < math.inf,
-        lambda: (
-            f"fusedce.linear_logprob: temperature is {temperature} and softcap {softcap}; expected above 0 and from 0"
-        ),
-    )
-    return LogitOptions(ignore_index, temperature, softcap, row_temperature)
-
-
-def _check_sizes(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, row_temperature: Tensor | None
-) -> None:
-    """What keeps a direct caller of `torch.ops` from reading out of bounds; the whole set is in `functional`."""
-    torch._check_value(
-        hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1],
-        lambda: (
-            f"fusedce.linear_logprob: hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} are not "
-            "(N, D) and (V, D)"
-        ),
-    )
-    torch._check_value(weight.numel() > 0, lambda: f"fusedce.linear_logprob: weight {tuple(weight.shape)} is empty")
-    for name, rows in (("target", target), ("row_temperature", row_temperature)):
-        torch._check_value(
-            rows is None or tuple(rows.shape) == (hidden.shape[0],),
-            lambda name=name, rows=rows: (
-                f"fusedce.linear_logprob: {name} has shape {tuple(rows.shape)}; expected ({hidden.shape[0]},)"
-            ),
-        )
-    torch._check_value(
-        bias is None or tuple(bias.shape) == (weight.shape[0],),
-        lambda: f"fusedce.linear_logprob: bias is not ({weight.shape[0]},)",
-    )
-    torch._check_type(
-        target.dtype == torch.int64, lambda: f"fusedce.linear_logprob: target is {target.dtype}; expected torch.int64"
-    )
-    same = hidden.dtype == weight.dtype and (bias is None or bias.dtype == hidden.dtype)
-    torch._check_type(
-        same and hidden.dtype.is_floating_point,
-        lambda: f"fusedce.linear_logprob: hidden is {hidden.dtype}, weight {weight.dtype}; expected one floating dtype",
-    )
-    tensors = [t for t in (weight, target, bias, row_temperature) if t is not None]
-    torch._check_value(
-        all(t.device == hidden.device for t in tensors),
-        lambda: (
-            f"fusedce.linear_logprob: hidden is on {hidden.device}, the others on "
-            f"{', '.join(str(t.device) for t in tensors)}"
-        ),
-    )
-
-
 def _ce(
     hidden: Tensor,
     weight: Tensor,
@@ -183,7 +82,7 @@ def _ce(
     if label_smoothing and softcap:
         raise ValueError("fusedce.linear_ce: arguments 'label_smoothing' and 'softcap' do not go together")
     kept = target != ignore_index
-    row_weight = kept.to(_result_dtype(hidden))
+    row_weight = kept.to(result_dtype(hidden))
     if token_weight is not None:
         row_weight = torch.where(kept, token_weight.detach().to(row_weight.dtype), 0.0)
     of_target, smoothed = row_weight, row_weight * label_smoothing
@@ -225,7 +124,7 @@ def _mean_logit(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, kept: Tensor
 ) -> Tensor:
     """(N,): the plain logits' mean over the vocabulary, each times its class weight: one product with one vector."""
-    dtype, vocab = _result_dtype(hidden), weight.shape[0]
+    dtype, vocab = result_dtype(hidden), weight.shape[0]
     if class_weight is None:
         word, offset = weight.sum(0, dtype=dtype), 0.0 if bias is None else bias.sum(dtype=dtype)
     else:
@@ -236,64 +135,10 @@ def _mean_logit(
     return ((rows * word).sum(1, dtype=dtype) + offset) / vocab
 
 
-def _result_dtype(hidden: Tensor) -> torch.dtype:
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
-
-
 for _key in ("CPU", "CUDA"):
-    LIB.impl("linear_logprob", _logprob, _key)
-    LIB.impl("linear_logprob_backward", _logprob_backward, _key)
     LIB.impl("linear_ce_sum", _ce_sum, _key)
     LIB.impl("linear_ce_sum_backward", _ce_sum_backward, _key)
 LIB.impl("linear_ce", _ce, "CompositeImplicitAutograd")
-
-
-@torch.library.register_fake(f"{NAMESPACE}::linear_logprob", lib=LIB)
-def _logprob_fake(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    row_temperature: Tensor | None = None,
-    *,
-    with_entropy: bool = True,
-    **_: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_sizes(hidden, weight, target, bias, row_temperature)
-    dtype, num_rows = _result_dtype(hidden), hidden.shape[0]
-    logprob, lse = (hidden.new_empty(num_rows, dtype=dtype) for _ in range(2))
-    entropy = hidden.new_empty(num_rows if with_entropy else 0, dtype=dtype)
-    return logprob, entropy, lse, hidden.new_empty((num_rows, 2), dtype=dtype)
-
-
-def _gradients_fake(hidden: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        hidden.new_empty(hidden.shape if mask[0] else (0,)),
-        weight.new_empty(weight.shape if mask[1] else (0,)),
-        weight.new_empty(weight.shape[:1] if mask[2] else (0,)),
-    )
-
-
-@torch.library.register_fake(f"{NAMESPACE}::linear_logprob_backward", lib=LIB)
-def _logprob_backward_fake(
-    d_logprob: Tensor | None,
-    d_entropy: Tensor | None,
-    d_lse: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    row_temperature: Tensor | None,
-    logprob: Tensor,
-    entropy: Tensor,
-    normalizer: Tensor,
-    ignore_index: int,
-    temperature: float,
-    softcap: float,
-    mask: list[bool],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients_fake(hidden, weight, mask)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_ce_sum", lib=LIB)
@@ -310,8 +155,8 @@ def _ce_sum_fake(
     mask: list[bool],
     **_: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_sizes(hidden, weight, target, bias, row_temperature)
-    return hidden.new_empty((), dtype=_result_dtype(hidden)), *_gradients_fake(hidden, weight, mask)
+    check_sizes(hidden, weight, target, bias, row_temperature)
+    return hidden.new_empty((), dtype=result_dtype(hidden)), *gradients_fake(hidden, weight, mask)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_ce_sum_backward", lib=LIB)
@@ -319,31 +164,6 @@ def _ce_sum_backward_fake(
     d_loss: Tensor, d_hidden: Tensor, d_weight: Tensor, d_bias: Tensor, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(d_hidden), torch.empty_like(d_weight), torch.empty_like(d_bias)
-
-
-def _logprob_setup(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]
-    hidden, weight, target, bias, row_temperature = inputs
-    logprob, entropy, _, normalizer = output
-    ctx.mark_non_differentiable(normalizer)
-    # None where a result is not used: the entropy's gradient costs registers and time.
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hidden, weight, target, bias, row_temperature, logprob, entropy, normalizer)
-    ctx.options = keyword_only_inputs
-
-
-def _logprob_autograd(ctx, d_logprob, d_entropy, d_lse, _):  # type: ignore[no-untyped-def]
-    hidden, weight, target, bias, row_temperature, logprob, entropy, normalizer = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    mask = [needs[0], needs[1], bias is not None and needs[3]]
-    options = ctx.options
-    if not options["with_entropy"]:
-        d_entropy = None
-    grads = torch.ops.fusedce.linear_logprob_backward(
-        d_logprob, d_entropy, d_lse, hidden, weight, target, bias, row_temperature, logprob, entropy, normalizer,
-        options["ignore_index"], options["temperature"], options["softcap"], mask, options["backend"],
-    )  # fmt: skip
-    d_hidden, d_weight, d_bias = (grad if wanted else None for grad, wanted in zip(grads, mask, strict=True))
-    return d_hidden, d_weight, None, d_bias, None
 
 
 def _ce_sum_setup(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -362,13 +182,5 @@ def _ce_sum_autograd(ctx, d_loss, *_):  # type: ignore[no-untyped-def]
     return d_hidden, d_weight, None, d_bias, None, None, None, None
 
 
-def _no_double_backward(ctx, *_):  # type: ignore[no-untyped-def]
-    raise RuntimeError("fusedce.linear_logprob: double backward is not supported")
-
-
-torch.library.register_autograd(
-    f"{NAMESPACE}::linear_logprob", _logprob_autograd, setup_context=_logprob_setup, lib=LIB
-)
-torch.library.register_autograd(f"{NAMESPACE}::linear_logprob_backward", _no_double_backward, lib=LIB)
-torch.library.register_autograd(f"{NAMESPACE}::linear_ce_sum_backward", _no_double_backward, lib=LIB)
 torch.library.register_autograd(f"{NAMESPACE}::linear_ce_sum", _ce_sum_autograd, setup_context=_ce_sum_setup, lib=LIB)
+torch.library.register_autograd(f"{NAMESPACE}::linear_ce_sum_backward", no_double_backward, lib=LIB)

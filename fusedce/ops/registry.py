@@ -15,7 +15,16 @@ import torch
 from fusedce import env
 
 PACKAGES = {"eager": "fusedce.eager", "triton": "fusedce.triton", "native": "fusedce.hip"}
-OPS = ("linear_logprob", "linear_ce_sum", "moe_route", "moe_plan", "moe_experts", "moe_dispatch", "moe_combine")
+OPS = (
+    "linear_logprob",
+    "linear_ce_sum",
+    "linear_parts",
+    "moe_route",
+    "moe_plan",
+    "moe_experts",
+    "moe_dispatch",
+    "moe_combine",
+)
 NATIVE_OPS = frozenset({"linear_logprob", "linear_ce_sum"})
 # Where both run, the one that bench/results shows to be faster goes first.
 NATIVE_FIRST: frozenset[str] = frozenset()

@@ -28,6 +28,14 @@ LIB.define(
     "int ignore_index=-100, float temperature=1.0, float softcap=0.0, bool with_entropy=True, str backend='auto') "
     "-> (Tensor logprob, Tensor entropy, Tensor lse, Tensor normalizer)"
 )
+# A shard of the vocabulary: target −1 says that the row's target is in another one.
+# -> parts (N,4) fp32: over the shard's words but the target, the maximum m of the raw logits, Σ e^g and Σ e^g·g with
+#    g = (raw − m) / temperature (0 without entropy); and the target's raw logit, −inf where it is elsewhere
+LIB.define(
+    "linear_parts(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? row_temperature=None, *, "
+    "int ignore_index=-100, float temperature=1.0, float softcap=0.0, bool with_entropy=True, str backend='auto') "
+    "-> Tensor"
+)
 # -> d_hidden (N,D), d_weight (V,D), d_bias (V,)
 LIB.define(
     "linear_logprob_backward(Tensor? d_logprob, Tensor? d_entropy, Tensor? d_lse, Tensor hidden, Tensor weight, "

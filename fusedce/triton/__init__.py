@@ -5,6 +5,7 @@ from fusedce.triton.linear_ce import (
     linear_fused,
     linear_logprob,
     linear_logprob_backward,
+    linear_parts,
 )
 from fusedce.triton.moe import (
     moe_combine,
@@ -21,6 +22,7 @@ __all__ = [
     "linear_fused",
     "linear_logprob",
     "linear_logprob_backward",
+    "linear_parts",
     "moe_combine",
     "moe_dispatch",
     "moe_experts",

@@ -15,9 +15,9 @@ def resources(compiled: CompiledKernel, arch: Arch) -> Resources:
     text = compiled.asm["amdgcn"]
     num_warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
     wave_size = number(text, r"\.wavefront_size:")
-    spills = number(text, r"\.vgpr_spill_count:") + number(text, r"\.sgpr_spill_count:")
+    vectors, scalars = number(text, r"\.vgpr_spill_count:"), number(text, r"\.sgpr_spill_count:")
     # A kernel without spills may still keep an array in scratch memory, which costs the same.
-    scratch = number(text, r"\.private_segment_fixed_size:")
+    in_memory = vectors + number(text, r"\.private_segment_fixed_size:")
     by_registers = number(text, r"; Occupancy:") * SIMDS_PER_CU // num_warps
     by_lds = arch.shared_bytes // shared if shared else by_registers
     return Resources(
@@ -26,8 +26,9 @@ def resources(compiled: CompiledKernel, arch: Arch) -> Resources:
         wave_size=wave_size,
         registers=number(text, r"; TotalNumVgprs:"),
         shared=shared,
-        spills=spills + scratch,
-        loop_spills=spills + scratch,
+        spills=in_memory + scalars,
+        # Scalars go to lanes of a vector register: free around the loop, not in it.
+        loop_spills=in_memory or (scalars and lane_moves_in_loop(text)),
         workgroups=min(by_registers, by_lds),
         matrix=matrix_instructions(text),
     )
@@ -38,6 +39,22 @@ def number(text: str, label: str) -> int:
     found = re.findall(label + r"\s*(\d+)", text)
     assert len(found) == 1, f"{len(found)} times {label!r} in the assembly"
     return int(found[0])
+
+
+def lane_moves_in_loop(text: str) -> int:
+    """How many instructions move spilled scalars in innermost loops with matrix instructions; all, without such."""
+    lines = text.splitlines()
+    labels = {line.split(":")[0]: at for at, line in enumerate(lines) if re.match(r"\.LBB\d+_\d+:", line)}
+    moves = [at for at, line in enumerate(lines) if re.search(r"\bv_(write|read)lane_b32\b", line)]
+    products = [at for at, line in enumerate(lines) if "v_mfma" in line]
+    jumps = [
+        (labels[to[1]], at)
+        for at, line in enumerate(lines)
+        if (to := re.search(r"\bs_c?branch\w*\s+(\.LBB\d+_\d+)", line)) and to[1] in labels
+    ]
+    loops = [(first, last) for first, last in jumps if any(first <= at <= last for at in products)]
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return sum(any(first <= at <= last for first, last in inner) for at in moves) if inner else len(moves)
 
 
 def matrix_instructions(text: str) -> tuple[str, ...]:

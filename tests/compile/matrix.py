@@ -11,7 +11,7 @@ A file under fusedce/triton with a kernel (a @triton.jit function whose name end
     UNIT_STRIDES           names of strides that are 1 at a usual launch, where Triton makes them constants
 
 Parameters of constexprs() that default to True or False are options of the kernel: it is compiled with all of them off,
-with all of them on, and, where the softcap has a stage of its own, with all but that on.
+with all of them on, and, where bias and softcap have a stage of their own, with the others on ("rest").
 """
 
 import importlib
@@ -39,7 +39,7 @@ OTHER_DTYPE_TARGETS = ("sm_90", "gfx942")
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel to compile. module: where it lives under fusedce.triton; options: "off", "on" or "no softcap"."""
+    """One kernel to compile. module: where it lives under fusedce.triton; options: "off", "on" or "rest"."""
 
     module: str
     dtype: str
@@ -54,8 +54,8 @@ class Case:
     @property
     def switches(self) -> dict[str, bool]:
         """The kernel's options by name."""
-        off = () if self.options == "on" else ("has_softcap",) if self.options == "no softcap" else None
-        return {name: off is not None and name not in off for name in options_of(self.source)}
+        off = ("has_bias", "has_softcap") if self.options == "rest" else ()
+        return {name: self.options != "off" and name not in off for name in options_of(self.source)}
 
     @property
     def source(self) -> ModuleType:
@@ -105,7 +105,7 @@ def cases() -> list[Case]:
     matrix = []
     for name in kernel_modules():
         module = Case(name, "bf16", "sm_90", "off").source
-        settings = ["off"] + ["on"] * bool(options_of(module)) + ["no softcap"] * hasattr(module, "STAGE_WITH_OPTIONS")
+        settings = ["off"] + ["on"] * bool(options_of(module)) + ["rest"] * hasattr(module, "STAGE_WITH_OPTIONS")
         matrix += [Case(name, "bf16", target, options) for options in settings for target in TARGETS]
         for dtype in ("fp16", "fp32"):
             if dtype_matters(module, dtype):

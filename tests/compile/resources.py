@@ -15,7 +15,8 @@ MATRIX_16BIT = {
 }
 
 # Bytes a lane that an NVIDIA kernel may spill once a tile, outside the loop that multiplies: beside the operands that
-# the loop loads meanwhile (hundreds of KiB a tile) they are little. Inside the loop nothing may spill, on AMD nowhere.
+# the loop loads meanwhile (hundreds of KiB a tile) they are little. Inside the loop nothing may spill; on AMD nothing
+# may go to memory anywhere.
 SPILL_BYTES_AROUND_LOOP = 128
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from fusedce.arch import ARCHS
 from fusedce.configs import tile_for
-from tests.compile import golden, nvidia
+from tests.compile import amd, golden, nvidia
 from tests.compile.matrix import TARGETS, Case, cases, compile_case, kernel_modules, kernels_in, measure, signature_of
 from tests.compile.resources import MATRIX_16BIT, over_budget
 from tests.compile.toy import compile_toy
@@ -90,6 +90,15 @@ def test_spills_are_told_apart_by_where_they_are() -> None:
     assert not over_budget(dataclasses.replace(used, spills=128), arch, gemm_16bit=True)
     assert over_budget(dataclasses.replace(used, spills=129), arch, gemm_16bit=True)
     assert over_budget(dataclasses.replace(used, spills=8, loop_spills=1), arch, gemm_16bit=True)
+
+
+def test_amd_s_scalar_spills_are_told_apart_by_where_they_are() -> None:
+    """A loop with a product, a scalar moved to a lane before and in it; and the same without a product."""
+    before, inside = "v_writelane_b32 v1, s2, 0", "v_readlane_b32 s2, v1, 0"
+    loop = [".LBB0_1:  ; loop", "v_mfma_f32_16x16x16_bf16 a[0:3], v[0:1], v[2:3], a[0:3]", "s_cbranch_scc1 .LBB0_1"]
+    assert amd.lane_moves_in_loop("\n".join([before, *loop])) == 0
+    assert amd.lane_moves_in_loop("\n".join([before, *loop[:2], inside, *loop[2:]])) == 1
+    assert amd.lane_moves_in_loop("\n".join([before, loop[0], inside, loop[2]])) == 2
 
 
 def test_golden_numbers_belong_to_one_triton() -> None:

@@ -29,7 +29,7 @@ ACCUMULATORS = {"moe_gate_up": 2, "moe_act_bwd": 2}
 
 
 def test_the_ops_are_known() -> None:
-    head = {"linear_ce", "linear_ce_sum", "linear_logprob"}
+    head = {"linear_ce", "linear_ce_sum", "linear_logprob", "linear_parts"}
     expected = head | {"moe_route", "moe_plan", "moe_experts", "moe_dispatch", "moe_combine"}
     assert expected.issubset(NAMES)
     assert set(NAMES) > COMPOSITE

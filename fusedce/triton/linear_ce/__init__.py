@@ -5,6 +5,7 @@ upstream). The others work on rows."""
 from fusedce.triton.linear_ce.backward import linear_logprob_backward
 from fusedce.triton.linear_ce.forward import linear_logprob
 from fusedce.triton.linear_ce.fused import linear_fused
+from fusedce.triton.linear_ce.parts import linear_parts
 from fusedce.triton.linear_ce.scale import linear_ce_sum_backward
 
-__all__ = ["linear_ce_sum_backward", "linear_fused", "linear_logprob", "linear_logprob_backward"]
+__all__ = ["linear_ce_sum_backward", "linear_fused", "linear_logprob", "linear_logprob_backward", "linear_parts"]

@@ -21,7 +21,7 @@ from fusedce.triton.linear_ce.logits import (
     row_slopes,
 )
 
-STAGE, STAGE_WITH_OPTIONS = "linear_ce_dlogits", "linear_ce_dlogits_softcap"
+STAGE, STAGE_WITH_OPTIONS = "linear_ce_dlogits", "linear_ce_dlogits_options"
 ROW_NUMBERS = 8  # of which six are used: a power of two
 
 

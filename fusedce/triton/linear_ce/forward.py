@@ -12,6 +12,7 @@ from fusedce.triton.common import grouped_order, unit_rows
 from fusedce.triton.linear_ce.finish import merge_partials
 from fusedce.triton.linear_ce.logits import (
     LOG2_E,
+    Head,
     constants,
     head,
     operand_types,
@@ -21,7 +22,7 @@ from fusedce.triton.linear_ce.logits import (
 )
 from fusedce.triton.linear_ce.target_logit import target_logit
 
-STAGE, STAGE_WITH_OPTIONS = "linear_ce_fwd", "linear_ce_fwd_softcap"
+STAGE, STAGE_WITH_OPTIONS = "linear_ce_fwd", "linear_ce_fwd_options"
 # Partial sums of one launch: enough rows for every SM many times over, and small beside the model.
 PARTIAL_BYTES = 64 << 20
 
@@ -101,10 +102,9 @@ def linear_logprob(
     logprob, lse = (hidden.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
     entropy = hidden.new_empty(num_rows if with_entropy else 0, dtype=torch.float32)
     normalizer = hidden.new_empty((num_rows, 2), dtype=torch.float32)
-    whole = head((STAGE, STAGE_WITH_OPTIONS), hidden, weight, bias, options)
+    whole = head_of(hidden, weight, bias, options)
     raw_target = target_logit(target, whole)
-    num_splits = triton.cdiv(whole.vocab, whole.tile.block_n)
-    for start, stop in row_chunks(num_rows, 16 * num_splits, PARTIAL_BYTES):
+    for start, stop in row_chunks(num_rows, 16 * whole.num_splits, PARTIAL_BYTES):
         rows = slice(start, stop)
         partial = tile_sums(hidden[rows], weight, bias, target[rows], slopes[rows], options, with_entropy)
         merge_partials(
@@ -112,6 +112,11 @@ def linear_logprob(
             logprob[rows], entropy[rows], lse[rows], normalizer[rows],
         )  # fmt: skip
     return logprob, entropy, lse, normalizer
+
+
+def head_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LogitOptions) -> Head:
+    """The operands with the forward's tile."""
+    return head((STAGE, STAGE_WITH_OPTIONS), hidden, weight, bias, options)
 
 
 def tile_sums(
@@ -126,8 +131,8 @@ def tile_sums(
 ) -> Tensor:
     """Partial sums (splits, rows, 4); without the entropy the third number is left as it is, the fourth always. With a
     flag, nothing is written unless that is set."""
-    run = head((STAGE, STAGE_WITH_OPTIONS), hidden, weight, bias, options)
-    partial = hidden.new_empty((triton.cdiv(run.vocab, run.tile.block_n), hidden.shape[0], 4), dtype=torch.float32)
+    run = head_of(hidden, weight, bias, options)
+    partial = hidden.new_empty((run.num_splits, hidden.shape[0], 4), dtype=torch.float32)
     with torch.cuda.device_of(hidden):
         KERNEL[run.grid()](
             *run.arguments(), target, slopes, target if flag is None else flag, partial, *run.sizes(),

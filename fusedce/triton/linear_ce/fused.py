@@ -10,8 +10,8 @@ from fusedce import arch, chunked
 from fusedce.options import LogitOptions, UpstreamOf
 from fusedce.triton.common import unit_rows
 from fusedce.triton.linear_ce.backward import linear_logprob_backward
-from fusedce.triton.linear_ce.forward import STAGE, STAGE_WITH_OPTIONS, linear_logprob, tile_sums
-from fusedce.triton.linear_ce.logits import head, row_slopes
+from fusedce.triton.linear_ce.forward import head_of, linear_logprob, tile_sums
+from fusedce.triton.linear_ce.logits import row_slopes
 from fusedce.triton.linear_ce.reseed import reseed
 from fusedce.triton.linear_ce.scale import scaled
 from fusedce.triton.linear_ce.seeded import seeded_exp
@@ -70,7 +70,7 @@ def _seeded(
     num_rows, ignore_index = hidden.shape[0], options.ignore_index
     logprob, lse, rest, factor = (hidden.new_empty(num_rows, dtype=torch.float32) for _ in range(4))
     slopes = row_slopes(options, num_rows, hidden)
-    raw_target = target_logit(target, head((STAGE, STAGE_WITH_OPTIONS), hidden, weight, bias, options))
+    raw_target = target_logit(target, head_of(hidden, weight, bias, options))
     units = arch.of_device(hidden.device).num_units
     chunks = chunked.gemm_chunks(hidden, weight, units, weight.shape[0] * hidden.element_size())
     flags = torch.zeros(len(chunks), dtype=torch.int32, device=hidden.device)

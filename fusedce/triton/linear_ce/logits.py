@@ -123,6 +123,11 @@ class Head:
     def vocab(self) -> int:
         return self.weight.shape[0]
 
+    @property
+    def num_splits(self) -> int:
+        """How many word blocks there are."""
+        return triton.cdiv(self.vocab, self.tile.block_n)
+
     def arguments(self) -> tuple[object, object, Tensor]:
         """hidden, weight and bias as the kernels take them."""
         tile = self.tile
@@ -154,10 +159,10 @@ class Head:
 def head(
     stages: tuple[str, str], hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LogitOptions, *more: Tensor
 ) -> Head:
-    """Operands with dense rows, and the tile for them. stages: without and with a softcap; more: further matrices that
-    the kernel reaches as it does hidden and weight."""
+    """Operands with dense rows, and the tile for them. stages: without, and with a bias or a softcap; more: further
+    matrices that the kernel reaches as it does hidden and weight."""
     machine = arch.of_device(hidden.device)
-    tile = tile_for(stages[options.softcap != 0.0], machine, hidden.element_size())
+    tile = tile_for(stages[bias is not None or options.softcap != 0.0], machine, hidden.element_size())
     tile = replace(tile, tma=tile.tma and all(map(describable, (hidden, weight, *more))))
     return Head(hidden, weight, None if bias is None else bias.contiguous(), options, machine, tile)
 

@@ -23,7 +23,7 @@ from fusedce.triton.linear_ce.logits import (
     words_but_target,
 )
 
-STAGE, STAGE_WITH_OPTIONS = "linear_ce_seeded", "linear_ce_seeded_softcap"
+STAGE, STAGE_WITH_OPTIONS = "linear_ce_seeded", "linear_ce_seeded_options"
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def seeded_exp(
     """
     run = head((STAGE, STAGE_WITH_OPTIONS), rows, weight, bias, options, out)
     if partial is None:
-        partial = rows.new_empty((triton.cdiv(run.vocab, run.tile.block_n), rows.shape[0]), dtype=torch.float32)
+        partial = rows.new_empty((run.num_splits, rows.shape[0]), dtype=torch.float32)
     with torch.cuda.device_of(rows):
         KERNEL[run.grid()](
             *run.arguments(), target, slopes, seed, target if flag is None else flag, partial,

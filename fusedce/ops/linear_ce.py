@@ -5,7 +5,14 @@ from torch import Tensor
 
 from fusedce import flags
 from fusedce.ops import registry
-from fusedce.ops.linear_logprob import check_sizes, gradients_fake, logit_options, no_double_backward, result_dtype
+from fusedce.ops.linear_logprob import (
+    check_sizes,
+    given_away,
+    gradients_fake,
+    logit_options,
+    no_double_backward,
+    result_dtype,
+)
 from fusedce.ops.schema import LIB, NAMESPACE
 from fusedce.options import Upstream
 
@@ -178,7 +185,7 @@ def _ce_sum_autograd(ctx, d_loss, *_):  # type: ignore[no-untyped-def]
         # create_graph=True: the saved gradients are constants to autograd, which would take their slope for 0.
         raise RuntimeError("fusedce.linear_ce_sum: double backward is not supported")
     grads = torch.ops.fusedce.linear_ce_sum_backward(d_loss, *ctx.saved_tensors, ctx.backend)
-    d_hidden, d_weight, d_bias = (grad if wanted else None for grad, wanted in zip(grads, ctx.mask, strict=True))
+    d_hidden, d_weight, d_bias = given_away(grads, ctx.mask)
     return d_hidden, d_weight, None, d_bias, None, None, None, None
 
 

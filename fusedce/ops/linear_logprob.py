@@ -227,8 +227,18 @@ def _logprob_autograd(ctx, d_logprob, d_entropy, d_lse, _):  # type: ignore[no-u
         d_logprob, d_entropy, d_lse, hidden, weight, target, bias, row_temperature, logprob, entropy, normalizer,
         options["ignore_index"], options["temperature"], options["softcap"], mask, options["backend"],
     )  # fmt: skip
-    d_hidden, d_weight, d_bias = (grad if wanted else None for grad, wanted in zip(grads, mask, strict=True))
+    d_hidden, d_weight, d_bias = given_away(grads, mask)
     return d_hidden, d_weight, None, d_bias, None
+
+
+def given_away(grads: tuple[Tensor, ...], mask: list[bool]) -> list[Tensor | None]:
+    """The wanted gradients, None for the others, as new tensors of the same memory.
+
+    Autograd keeps a gradient that nobody else holds and copies any other; what a Python op returned, torch 2.11 still
+    holds: the copy would be the peak of memory. With create_graph=True they keep their graph, which says what is wrong.
+    """
+    new = (lambda grad: grad) if torch.is_grad_enabled() else Tensor.detach
+    return [new(grad) if wanted else None for grad, wanted in zip(grads, mask, strict=True)]
 
 
 def no_double_backward(ctx, *_):  # type: ignore[no-untyped-def]

@@ -4,6 +4,7 @@
     python tools/stages.py test        lint, CPU suite, interpreter
     python tools/stages.py ci          what CI runs after `make test`
     python tools/stages.py gpu         the whole suite on a machine with a GPU
+    python tools/stages.py multi-gpu   what needs two GPUs
     python tools/stages.py NAME …      single stages
 
 A run ends at the first stage that fails, and always with a table of what ran and how long it took.
@@ -59,10 +60,18 @@ STAGES = (
     Stage("wheel", "ci", "{python} tools/check_wheel.py", "wheel"),
     Stage("demo", "ci", "{python} tools/check_demo.py", "tyro"),
     Stage("gpu", "gpu", f"{PYTEST} -m 'gpu and not slow'", "triton", parallel=True),
+    Stage("multi-gpu", "multi-gpu", f"{PYTEST} -m multigpu", "triton"),
     Stage("soak", "soak", f"{PYTEST} -m 'gpu and slow'", "triton"),
 )
 # A group that is asked for brings the cheaper ones along. A single stage may bear a group's name; the group is meant.
-GROUPS = {"lint": ("lint",), "test": ("lint", "test"), "ci": ("ci",), "gpu": ("lint", "test", "gpu"), "soak": ("soak",)}
+GROUPS = {
+    "lint": ("lint",),
+    "test": ("lint", "test"),
+    "ci": ("ci",),
+    "gpu": ("lint", "test", "gpu"),
+    "multi-gpu": ("multi-gpu",),
+    "soak": ("soak",),
+}
 OUTCOME = {True: "passed", False: "FAILED", None: "not run: {needs} is not installed"}
 
 

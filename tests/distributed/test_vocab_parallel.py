@@ -52,20 +52,20 @@ def layouts(vocab: int) -> list[Layout]:
     return [even, uneven, empty]
 
 
-def check_rank() -> None:
+def check_rank(device: str) -> None:
     """All cases and layouts on this rank, against plain torch in fp64 over the whole vocabulary."""
     for case in CASES:
         for layout in layouts(case.vocab):
             for sequence_parallel in (False, True):
-                check(case, layout, sequence_parallel)
-        check_loss(case)
+                check(case, layout, sequence_parallel, device)
+        check_loss(case, device)
 
 
-def check(case: Case, layout: Layout, sequence_parallel: bool) -> None:
+def check(case: Case, layout: Layout, sequence_parallel: bool, device: str) -> None:
     """Log-prob, entropy and lse, each with an upstream gradient of its own."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    tensors = case.inputs("cpu")
-    grads = [upstream(case.num_rows, "random", "cpu").roll(at) for at in range(3)]
+    tensors = case.inputs(device)
+    grads = [upstream(case.num_rows, "random", device).roll(at) for at in range(3)]
     shard = VocabShard(layout.starts[rank], case.vocab)
     rows = (
         slice(rank * case.num_rows // ranks, (rank + 1) * case.num_rows // ranks) if sequence_parallel else slice(None)
@@ -82,7 +82,7 @@ def check(case: Case, layout: Layout, sequence_parallel: bool) -> None:
     local += [] if tensors[3] is None else [layout.part(tensors[3])]
     out = with_gradients(parallel, local, grads)
     twin = with_gradients(lambda *t: plain(case, *t), tensors, grads)
-    gold = with_gradients(lambda *t: plain(case, *t), in_fp64(tensors), [g.double() for g in grads])
+    gold = with_gradients(lambda *t: plain(case, *t), in_fp64(tensors), [g.cpu().double() for g in grads])
     for results in (twin, gold):
         results[3] = results[3][rows]
         # Padding has no gradient.
@@ -91,9 +91,9 @@ def check(case: Case, layout: Layout, sequence_parallel: bool) -> None:
         assert_close(o, g, t, f"{case} {layout} {name}")
 
 
-def check_loss(case: Case) -> None:
+def check_loss(case: Case, device: str) -> None:
     """The mean loss and its gradients; all ranks have the same bits."""
-    hidden, weight, target, _ = case.inputs("cpu")
+    hidden, weight, target, _ = case.inputs(device)
     layout = layouts(case.vocab)[0]
     part = layout.part(weight)
     shard = VocabShard.even(len(part), case.vocab)
@@ -107,9 +107,9 @@ def check_loss(case: Case) -> None:
     assert all(torch.equal(loss, other) for other in everyone)
 
 
-def check_bad_label() -> None:
+def check_bad_label(device: str) -> None:
     """A label of no word is told on every rank, and the next call works; a word's number may be ignore_index."""
-    hidden, weight, target, _ = Case(8, 12, 4, every_ignored=0).inputs("cpu")
+    hidden, weight, target, _ = Case(8, 12, 4, every_ignored=0).inputs(device)
     rank, rows = dist.get_rank(), 12 // dist.get_world_size()
     part, shard = weight[rank * rows : (rank + 1) * rows], VocabShard.even(rows, 11)
     wrong = target.clamp(max=10)
@@ -126,13 +126,13 @@ def check_bad_label() -> None:
         assert out.logprob[2] == 0.0 and IGNORE not in mine
 
 
-def check_dtensor() -> None:
+def check_dtensor(device: str) -> None:
     """A weight sharded on its words as a DTensor gets its gradient as one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    hidden, weight, target, _ = Case(9, 12, 4).inputs("cpu")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    hidden, weight, target, _ = Case(9, 12, 4).inputs(device)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     sharded = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
     shard = VocabShard.even(sharded.to_local().shape[0], 12)
     loss = vocab_parallel_cross_entropy(hidden, sharded, target, shard, group=mesh.get_group(), reduction="sum")
@@ -146,6 +146,12 @@ def check_dtensor() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_ranks_agree_with_one(num_ranks: int) -> None:
     run(__name__, "check_rank", num_ranks)
+
+
+@pytest.mark.multigpu
+def test_two_gpus_agree_with_one() -> None:
+    for function in ("check_rank", "check_dtensor"):
+        run(__name__, function, 2, "cuda")
 
 
 def test_bad_labels_are_told_on_every_rank() -> None:

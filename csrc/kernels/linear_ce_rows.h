@@ -24,7 +24,7 @@ struct LogitRows {
   std::int64_t ignore_index;
   int vocab;
   float inv_temperature;
-  float softcap;                            // 0: none
+  float softcap;                              // 0: none
   const float* row_inv_temperature{nullptr};  // (num_rows,), in the place of inv_temperature, or nullptr
 };
 

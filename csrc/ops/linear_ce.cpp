@@ -62,8 +62,8 @@ LogitRows logit_rows(const char* op, const Tensor& logits, const Tensor& target,
 
 void logprob_rows(const Tensor& logits, const Tensor& target, const std::optional<Tensor>& bias,
                   std::int64_t ignore_index, double temperature, double softcap,
-                  const std::optional<Tensor>& row_inv_temperature, Tensor& logprob, Tensor& entropy,
-                  Tensor& lse, Tensor& normalizer) {
+                  const std::optional<Tensor>& row_inv_temperature, Tensor& logprob, Tensor& entropy, Tensor& lse,
+                  Tensor& normalizer) {
   const char* op = "logprob_rows";
   const LogitRows rows = logit_rows(op, logits, target, bias, ignore_index, temperature, softcap, row_inv_temperature);
   const auto device = logits.device();
@@ -92,9 +92,9 @@ Dtype dtype_of(const char* op, const Tensor& d_logits) {
 
 void d_logits_rows(const Tensor& logits, const Tensor& target, const std::optional<Tensor>& bias,
                    std::int64_t ignore_index, double temperature, double softcap,
-                   const std::optional<Tensor>& row_inv_temperature, const Tensor& d_logprob,
-                   const Tensor& d_entropy, const Tensor& d_lse, const Tensor& entropy, const Tensor& normalizer,
-                   const Tensor& scale, Tensor& d_logits) {
+                   const std::optional<Tensor>& row_inv_temperature, const Tensor& d_logprob, const Tensor& d_entropy,
+                   const Tensor& d_lse, const Tensor& entropy, const Tensor& normalizer, const Tensor& scale,
+                   Tensor& d_logits) {
   const char* op = "d_logits_rows";
   const LogitRows rows = logit_rows(op, logits, target, bias, ignore_index, temperature, softcap, row_inv_temperature);
   const auto device = logits.device();
@@ -123,10 +123,12 @@ void d_logits_rows(const Tensor& logits, const Tensor& target, const std::option
 TORCH_LIBRARY(fusedce_native, m) {
   m.def(
       "logprob_rows(Tensor logits, Tensor target, Tensor? bias, int ignore_index, float temperature, float softcap, "
-      "Tensor? row_inv_temperature, Tensor(a!) logprob, Tensor(b!) entropy, Tensor(c!) lse, Tensor(d!) normalizer) -> ()");
+      "Tensor? row_inv_temperature, Tensor(a!) logprob, Tensor(b!) entropy, Tensor(c!) lse, Tensor(d!) normalizer) -> "
+      "()");
   m.def(
       "d_logits_rows(Tensor logits, Tensor target, Tensor? bias, int ignore_index, float temperature, float softcap, "
-      "Tensor? row_inv_temperature, Tensor d_logprob, Tensor d_entropy, Tensor d_lse, Tensor entropy, Tensor normalizer, Tensor scale, "
+      "Tensor? row_inv_temperature, Tensor d_logprob, Tensor d_entropy, Tensor d_lse, Tensor entropy, Tensor "
+      "normalizer, Tensor scale, "
       "Tensor(a!) d_logits) -> ()");
 }
 

@@ -50,12 +50,13 @@ def _ce_sum(
 
     run = registry.function(choice, "linear_fused")
     logprob, _, lse, *grads = run(hidden, weight, target, bias, options, mask, upstream_of, False)
-    loss = (d_logprob * logprob).sum()
+    # In fp64: a sum over the batch would otherwise be the least exact thing here.
+    loss = d_logprob.double() @ logprob.double()
     if lse_weight is not None:
-        loss = loss + (lse_weight * lse).sum()
+        loss = loss + lse_weight.double() @ lse.double()
     if square_weight is not None:
-        loss = loss + (square_weight * lse * lse).sum()
-    return loss, *grads
+        loss = loss + square_weight.double() @ lse.double().square()
+    return loss.to(logprob.dtype), *grads
 
 
 def _ce_sum_backward(
@@ -119,11 +120,11 @@ def _ce(
         loss = -nll_weight * logprob
         loss = loss if lse_weight is None else loss + lse_weight * lse
         loss = loss if square_weight is None else loss + square_weight * lse * lse
-        loss = loss if reduction == "none" else loss.sum()
+        loss = loss if reduction == "none" else loss.sum(dtype=torch.float64).to(loss.dtype)
     if label_smoothing:
         inverse_temperature = 1.0 / (temperature if row_temperature is None else row_temperature.detach())
         uniform = smoothed * inverse_temperature * _mean_logit(hidden, weight, bias, class_weight, kept)
-        loss = loss - (uniform if reduction == "none" else uniform.sum())
+        loss = loss - (uniform if reduction == "none" else uniform.sum(dtype=torch.float64).to(uniform.dtype))
     return loss
 
 

@@ -17,7 +17,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint compile-matrix golden figures native gpu soak clean
+.PHONY: help setup demo test lint compile-matrix golden figures native gpu soak mutants clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -52,6 +52,9 @@ gpu: setup  ## the whole suite on a machine with a GPU
 
 soak: setup  ## the long tests on a machine with a GPU
 	@$(STAGES) soak
+
+mutants: setup  ## seeded faults of the code, each of which a test must notice
+	@$(STAGES) mutants
 
 clean:  ## remove what was built and run here, and .venv
 	rm -rf .venv build dist runs fusedce.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis .benchmarks

@@ -62,6 +62,8 @@ STAGES = (
     Stage("gpu", "gpu", f"{PYTEST} -m 'gpu and not slow'", "triton", parallel=True),
     Stage("multi-gpu", "multi-gpu", f"{PYTEST} -m multigpu", "triton"),
     Stage("soak", "soak", f"{PYTEST} -m 'gpu and slow'", "triton"),
+    # Two processes at most, by itself.
+    Stage("mutants", "soak", "{python} tools/mutants.py", "triton"),
 )
 # A group that is asked for brings the cheaper ones along. A single stage may bear a group's name; the group is meant.
 GROUPS = {

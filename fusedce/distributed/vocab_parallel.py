@@ -14,7 +14,7 @@ from torch import Tensor
 from fusedce import checks, flags
 from fusedce.functional import LogProb
 from fusedce.functional.autocast import autocast
-from fusedce.functional.operands import check_options, check_weight, head_operands, row_temperature
+from fusedce.functional.operands import check_options, check_weight, head_operands, kept_temperature, row_temperature
 from fusedce.options import LogitOptions
 from fusedce.rows import merge_parts
 
@@ -96,6 +96,7 @@ def vocab_parallel_logprob(
     _, weight, bias = head_operands(op, ("hidden", "weight", "bias"), like_whole, weight, target, bias, None)
     check_options(op, softcap, ignore_index, "auto")
     scalar, rows = row_temperature(op, temperature, target)
+    rows = kept_temperature(rows, target, ignore_index)
     flags.report_outside(op, "target", target.reshape(-1), shard.size, ignore_index)
     words = shard.words(weight.shape[0])
     results = _Logprob.apply(

@@ -75,8 +75,8 @@ def linear_logprob_backward(
         raw, slope = _raw_logits(hidden[start:stop], weight, bias, options, sums.dtype)
         rows, of_rows = slice(start, stop), options.of_rows(start, stop)
         part = gradient.of_rows(start, stop)
-        d_raw = _d_raw(raw, part, entropy[rows], normalizer[rows], target[rows], of_rows)
-        sums.add(start, stop, d_raw if slope is None else d_raw * slope, target, options)
+        d_raw = _d_raw(raw, slope, part, entropy[rows], normalizer[rows], target[rows], of_rows)
+        sums.add(start, stop, d_raw, target, options)
     return sums.result()
 
 
@@ -100,8 +100,8 @@ def linear_fused(
         logprob, entropy = results.logprob[rows], results.entropy[rows]
         upstream = upstream_of(start, stop, logprob, entropy, results.lse[rows])
         part = row_gradient(upstream, logprob, entropy, target[rows], of_rows)
-        d_raw = _d_raw(raw, part, entropy, results.normalizer[rows], target[rows], of_rows)
-        sums.add(start, stop, d_raw if slope is None else d_raw * slope, target, options)
+        d_raw = _d_raw(raw, slope, part, entropy, results.normalizer[rows], target[rows], of_rows)
+        sums.add(start, stop, d_raw, target, options)
     return results.logprob, results.entropy, results.lse, *sums.result()
 
 
@@ -137,9 +137,15 @@ class _Results:
 
 
 def _d_raw(
-    raw: Tensor, gradient: RowGradient, entropy: Tensor, normalizer: Tensor, target: Tensor, options: LogitOptions
+    raw: Tensor,
+    slope: Tensor | None,
+    gradient: RowGradient,
+    entropy: Tensor,
+    normalizer: Tensor,
+    target: Tensor,
+    options: LogitOptions,
 ) -> Tensor:
-    """The gradient of the loss in the raw logits of some rows; all else is of those rows too."""
+    """The gradient of the loss in the plain logits of some rows; all else is of theirs. slope: the softcap's."""
     kept = target != options.ignore_index
     log_probs = (raw - normalizer[:, :1]) * _row_slope(options, raw) - normalizer[:, 1:]
     probs = log_probs.exp()
@@ -151,8 +157,9 @@ def _d_raw(
     inside = kept & (target >= 0) & (target < raw.shape[1])
     column = torch.where(inside, target, 0)[:, None]
     on_target = torch.where(inside, gradient.on_target, d_raw.gather(1, column)[:, 0])
-    # Select, do not multiply: an ignored row may hold NaN or inf.
-    return torch.where(kept[:, None], d_raw.scatter(1, column, on_target[:, None]), 0.0)
+    d_raw = d_raw.scatter(1, column, on_target[:, None])
+    # Select, last, and do not multiply: an ignored row may hold NaN or inf, and so does its slope.
+    return torch.where(kept[:, None], d_raw if slope is None else d_raw * slope, 0.0)
 
 
 class _Gradients:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedce import checks, flags
-from fusedce.functional.operands import check_options, check_weight, head_operands, row_temperature
+from fusedce.functional.operands import check_options, check_weight, head_operands, kept_temperature, row_temperature
 
 __all__ = ["LogProb", "linear_cross_entropy", "linear_logprob"]
 
@@ -77,7 +77,7 @@ def linear_logprob(
         weight,
         target.reshape(-1),
         bias,
-        rows,
+        kept_temperature(rows, target, ignore_index),
         ignore_index=ignore_index,
         temperature=scalar,
         softcap=float(softcap or 0.0),
@@ -170,7 +170,7 @@ def linear_cross_entropy(
         softcap=float(softcap or 0.0),
         label_smoothing=float(label_smoothing),
         z_loss=float(z_loss),
-        row_temperature=rows,
+        row_temperature=kept_temperature(rows, target, ignore_index),
         token_weight=None if token_weight is None else token_weight.reshape(-1),
         class_weight=weight,
         backend=backend,

@@ -48,6 +48,11 @@ def row_temperature(op: str, temperature: float | Tensor, target: Tensor) -> tup
     return 1.0, temperature.detach().reshape(-1).to(dtype)
 
 
+def kept_temperature(rows: Tensor | None, target: Tensor, ignore_index: int) -> Tensor | None:
+    """Rows that take no part, whose temperature may be anything, get 1; target has as many elements as rows."""
+    return None if rows is None else torch.where(target.reshape(-1) != ignore_index, rows, 1.0)
+
+
 def check_options(op: str, softcap: float | None, ignore_index: int, check: str) -> None:
     """TypeError or ValueError for an option that no function of the head takes."""
     if softcap is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce import checks, flags
-from fusedce.functional.operands import check_options, head_operands, row_temperature
+from fusedce.functional.operands import check_options, head_operands, kept_temperature, row_temperature
 from fusedce.ops import registry
 from fusedce.options import LogitOptions, Upstream
 
@@ -66,6 +66,7 @@ def linear_policy_loss(
             raise ValueError(
                 checks.wrong(op, f"per_token[{position}]", tensor, f"target's shape {tuple(target.shape)}")
             )
+    rows = kept_temperature(rows, target, ignore_index)
     options = LogitOptions(ignore_index, scalar, float(softcap or 0.0), rows)
     numbers = tuple(tensor.detach().reshape(-1) for tensor in per_token)
     flat, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)

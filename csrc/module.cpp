@@ -4,6 +4,7 @@
 #include <sstream>
 #include <string>
 
+#include "kernels/linear_ce_hopper.h"
 #include "kernels/linear_ce_rows.h"
 
 namespace py = pybind11;
@@ -36,6 +37,9 @@ py::dict tile_table() {
   rows["unroll"] = tile.unroll;
   py::dict table;
   table["linear_ce_rows"] = rows;
+  py::dict hopper;
+  hopper["vocab"] = fusedce::hopper_vocab_tile();
+  table["linear_ce_hopper"] = hopper;
   return table;
 }
 
@@ -44,5 +48,6 @@ py::dict tile_table() {
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Native kernels of fusedce: what was built.";
   module.def("build_info", &build_info, "vendor, compiler, archs, torch and wave_size of this build.");
-  module.def("tile_table", &tile_table, "Constants of each kernel: threads a block, words a load, loads in flight.");
+  module.def("tile_table", &tile_table,
+             "Constants of each kernel: threads a block, words a load, loads in flight; words of a tile.");
 }

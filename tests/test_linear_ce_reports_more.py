@@ -94,12 +94,12 @@ def test_liger_1303_every_launch_is_on_its_tensors_device() -> None:
         if not path.startswith("fusedce/triton/"):
             continue
         nodes = list(ast.walk(ast.parse(read(path))))
-        withs = [node for node in nodes if isinstance(node, ast.With) and "device_of" in ast.unparse(node.items[0])]
+        guards = [node for node in nodes if isinstance(node, ast.With) and "device_of" in ast.unparse(node.items[0])]
         calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)]
         for call in calls:
             if ast.unparse(call.func.value).upper().endswith("KERNEL"):
                 launches += 1
-                if not any(node.lineno <= call.lineno <= node.end_lineno for node in withs):
+                if not any(node.lineno <= call.lineno <= node.end_lineno for node in guards):
                     outside.append(f"{path}:{call.lineno}")
     assert launches > 10 and not outside
 

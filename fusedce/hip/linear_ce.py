@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce import arch, chunked
-from fusedce.hip import extension
+from fusedce.hip import extension, seeded
 from fusedce.options import LogitOptions, Upstream, UpstreamOf
 
 
@@ -79,8 +79,11 @@ def linear_fused(
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """logprob, entropy, lse (N,), d_hidden, d_weight, d_bias: three GEMMs, since a chunk's gradient follows from its
-    own logits. With fp16 operands four: what d_logits is to be scaled by is known after the last row.
+    own logits. With fp16 operands four: what d_logits is to be scaled by is known after the last row. On Hopper, with
+    bf16 operands and no entropy, by kernels that write no logits: see `fusedce.hip.seeded`.
     """
+    if seeded.suits(hidden, weight, with_entropy):
+        return seeded.fused(hidden, weight, target, bias, options, mask, upstream_of)
     if hidden.dtype == torch.float16:
         results = linear_logprob(hidden, weight, target, bias, options, with_entropy)
         logprob, entropy, lse, normalizer = results
@@ -115,7 +118,7 @@ def linear_ce_sum_backward(
     d_loss: Tensor, d_hidden: Tensor, d_weight: Tensor, d_bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The forward's gradients times d_loss (); new tensors, so that a second backward finds them as they were."""
-    return d_hidden * d_loss, d_weight * d_loss, d_bias * d_loss
+    return seeded.scaled(d_hidden, d_loss), seeded.scaled(d_weight, d_loss), seeded.scaled(d_bias, d_loss)
 
 
 def _results(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -14,10 +14,23 @@ CALL = """
 import torch, fusedce._C
 rows, one = torch.zeros(2, 3), torch.zeros(2)
 try:
-    torch.ops.fusedce_native.logprob_rows(rows, one.long(), None, -100, 1.0, 0.0, one, one, one, torch.zeros(2, 2))
+    torch.ops.fusedce_native.logprob_rows(rows, one.long(), None, -100, 1.0, 0.0, None, one, one, one, rows[:, 1:])
 except NotImplementedError as error:
     print(error)
 """
+
+# op -> the arguments that it writes
+WRITES = {
+    "logprob_rows": "logprob entropy lse normalizer",
+    "d_logits_rows": "d_logits",
+    "target_logits": "raw_target seed",
+    "seeded_exponentials": "exponentials partial",
+    "seeded_statistics": "seed exponentials rest logprob lse",
+    "seeded_scale": "hidden exponentials factor",
+    "seeded_d_hidden": "d_hidden",
+    "seeded_d_weight": "d_weight",
+    "scaled": "out",
+}
 
 
 def test_the_wheel_holds_the_extension(native_build: Build) -> None:
@@ -28,7 +41,7 @@ def test_the_wheel_holds_the_extension(native_build: Build) -> None:
 
 def test_max_jobs_and_ninja_are_used(native_build: Build) -> None:
     assert "-gencode=arch=compute_90a,code=compute_90a" in native_build.printed
-    assert "[1/2]" in native_build.printed
+    assert "[1/3]" in native_build.printed
 
 
 def test_build_info_tells_what_was_built(native_build: Build) -> None:
@@ -43,30 +56,35 @@ def test_tile_table_holds_the_constants_of_the_sources(native_build: Build) -> N
     table = json.loads(
         native_build.python("import json, torch; from fusedce import _C; print(json.dumps(_C.tile_table()))")
     )
-    assert set(table) == {"linear_ce_rows"}
+    assert set(table) == {"linear_ce_rows", "linear_ce_hopper"}
     source = Path("csrc/kernels/linear_ce_rows.cu").read_text()
     assert f"kThreads = {table['linear_ce_rows']['threads']};" in source
     assert f"kUnroll = {table['linear_ce_rows']['unroll']};" in source
     assert table["linear_ce_rows"]["vector_width"] * 4 == 16, "one access moves 16 bytes"
+    assert f"kTileN = {table['linear_ce_hopper']['vocab']};" in Path("csrc/kernels/hopper_gemm.cuh").read_text()
 
 
 def test_the_ops_are_registered_for_cuda_alone(native_build: Build) -> None:
     code = """
 import torch, fusedce._C
 has = torch._C._dispatch_has_kernel_for_dispatch_key
-for op in ("logprob_rows", "d_logits_rows"):
+for op in sys.argv[1:]:
     print(op, *(has(f"fusedce_native::{op}", key) for key in ("CUDA", "CPU")))
 """
-    assert native_build.python(code).splitlines() == ["logprob_rows True False", "d_logits_rows True False"]
+    assert native_build.python(f"import sys; sys.argv[1:] = {list(WRITES)}" + code).splitlines() == [
+        f"{op} True False" for op in WRITES
+    ]
 
 
 def test_outputs_are_declared_as_written(native_build: Build) -> None:
     code = """
 import torch, fusedce._C
-for op in ("logprob_rows", "d_logits_rows"):
+for op in sys.argv[1:]:
     print(*(a.name for a in getattr(torch.ops.fusedce_native, op).default._schema.arguments if a.is_write))
 """
-    assert native_build.python(code).splitlines() == ["logprob entropy lse normalizer", "d_logits"]
+    assert native_build.python(f"import sys; sys.argv[1:] = {list(WRITES)}" + code).splitlines() == list(
+        WRITES.values()
+    )
 
 
 def test_cpu_tensors_are_refused_by_name(native_build: Build) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fusedce import flags
 from fusedce.ops import registry
+from fusedce.ops.gradients import given_away
 from fusedce.ops.schema import LIB, NAMESPACE
 from fusedce.options import LogitOptions, Upstream
 
@@ -229,16 +230,6 @@ def _logprob_autograd(ctx, d_logprob, d_entropy, d_lse, _):  # type: ignore[no-u
     )  # fmt: skip
     d_hidden, d_weight, d_bias = given_away(grads, mask)
     return d_hidden, d_weight, None, d_bias, None
-
-
-def given_away(grads: tuple[Tensor, ...], mask: list[bool]) -> list[Tensor | None]:
-    """The wanted gradients, None for the others, as new tensors of the same memory.
-
-    Autograd keeps a gradient that nobody else holds and copies any other; what a Python op returned, torch 2.11 still
-    holds: the copy would be the peak of memory. With create_graph=True they keep their graph, which says what is wrong.
-    """
-    new = (lambda grad: grad) if torch.is_grad_enabled() else Tensor.detach
-    return [new(grad) if wanted else None for grad, wanted in zip(grads, mask, strict=True)]
 
 
 def no_double_backward(ctx, *_):  # type: ignore[no-untyped-def]

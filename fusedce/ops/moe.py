@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fusedce import flags
 from fusedce.ops import registry
+from fusedce.ops.gradients import given_away
 from fusedce.ops.schema import LIB, NAMESPACE
 
 SCORES = ("softmax", "sigmoid")
@@ -312,14 +313,18 @@ def _route_autograd(ctx, d_weights, _):  # type: ignore[no-untyped-def]
 def _experts_context(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]
     _, pre_act = output
     ctx.mark_non_differentiable(pre_act)
+    # Else autograd makes zeros of its size, as the upstream gradient of what nobody differentiates.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs, pre_act)
     ctx.backend = keyword_only_inputs["backend"]
 
 
 def _experts_autograd(ctx, d_rows, _):  # type: ignore[no-untyped-def]
+    if d_rows is None:
+        return (None,) * 7
     mask = list(ctx.needs_input_grad[:4])
     grads = torch.ops.fusedce.moe_experts_backward(d_rows, *ctx.saved_tensors, mask, ctx.backend)
-    return *(grad if wanted else None for grad, wanted in zip(grads, mask, strict=True)), None, None, None
+    return *given_away(grads, mask), None, None, None
 
 
 def _plan_context(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]

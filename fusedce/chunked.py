@@ -24,36 +24,41 @@ def row_chunks(num_rows: int, row_bytes: int, most_bytes: int | None = None) -> 
 
     row_bytes: workspace bytes a row takes. most_bytes: what a range may take, at most `env.workspace_bytes()`.
     """
-    return _balanced(num_rows, _most_rows(row_bytes, most_bytes))
+    workspace = env.workspace_bytes()
+    most = _most_rows(row_bytes, min(most_bytes or workspace, workspace))
+    return _in_steps(num_rows, math.ceil(num_rows / most)) if num_rows else []
 
 
 def gemm_chunks(hidden: Tensor, weight: Tensor, num_units: int, row_bytes: int) -> Chunks:
     """`row_chunks` for the two GEMMs: of the sizes that fit, the one that loses least.
 
     A chunk of C rows gives d_hidden's GEMM ⌈C/128⌉·⌈D/256⌉ tiles, which run in whole waves of num_units; a smaller
-    chunk reads and writes d_weight more often.
+    chunk reads and writes d_weight more often. row_bytes: as there, within `env.workspace_bytes` beside this weight.
     """
     num_rows, depth = hidden.shape
-    most = _most_rows(row_bytes, None)
+    workspace = env.workspace_bytes(weight.numel() * weight.element_size())
+    fewest = math.ceil(num_rows / _most_rows(row_bytes, workspace))
 
-    def cost(rows: int) -> float:
+    def cost(count: int) -> float:
+        rows = _step(num_rows, count)
         tiles = math.ceil(rows / GEMM_TILE[0]) * math.ceil(depth / GEMM_TILE[1])
         return math.ceil(tiles / num_units) * num_units / tiles + 256 / rows
 
-    fitting = range(ROW_MULTIPLE, min(most, num_rows + ROW_MULTIPLE - 1) + 1, ROW_MULTIPLE)
-    return _balanced(num_rows, min(fitting, key=cost, default=ROW_MULTIPLE))
+    # Up to half of what would fit: with less, d_weight's share of the cost grows faster than a wave can save.
+    return _in_steps(num_rows, min(range(fewest, 2 * fewest + 1), key=cost)) if num_rows else []
 
 
-def _most_rows(row_bytes: int, most_bytes: int | None) -> int:
-    allowed = env.workspace_bytes() if most_bytes is None else min(most_bytes, env.workspace_bytes())
-    return max(allowed // max(row_bytes, 1) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+def _most_rows(row_bytes: int, most_bytes: int) -> int:
+    return max(most_bytes // max(row_bytes, 1) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
 
 
-def _balanced(num_rows: int, most: int) -> Chunks:
-    if num_rows == 0:
-        return []
-    count = math.ceil(num_rows / most)
-    step = math.ceil(num_rows / count / ROW_MULTIPLE) * ROW_MULTIPLE
+def _step(num_rows: int, count: int) -> int:
+    """Rows of each of `count` balanced chunks but the last."""
+    return math.ceil(num_rows / count / ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def _in_steps(num_rows: int, count: int) -> Chunks:
+    step = _step(num_rows, count)
     return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 

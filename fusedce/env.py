@@ -3,6 +3,7 @@
 import os
 
 BACKENDS = ("auto", "eager", "triton", "native")
+DEFAULT_WORKSPACE = 768 << 20
 
 
 def default_backend() -> str:
@@ -13,9 +14,15 @@ def default_backend() -> str:
     return name
 
 
-def workspace_bytes() -> int:
-    """FUSEDCE_WORKSPACE_MB: how large one chunk's tokens × vocab buffer may be; default 768 MiB."""
-    text = os.environ.get("FUSEDCE_WORKSPACE_MB", "768")
+def workspace_bytes(weight_bytes: int = 0) -> int:
+    """FUSEDCE_WORKSPACE_MB: how large one chunk's tokens × vocab buffer may be.
+
+    Default 768 MiB, or `weight_bytes` where that is more: beside a large weight, whose gradient takes as much again, a
+    buffer of its size is no burden, and a smaller one reads and writes that gradient more often.
+    """
+    text = os.environ.get("FUSEDCE_WORKSPACE_MB")
+    if text is None:
+        return max(DEFAULT_WORKSPACE, weight_bytes)
     if not text.isdecimal() or int(text) == 0:
         raise ValueError(f"FUSEDCE_WORKSPACE_MB is {text!r}; expected a positive whole number of MiB")
     return int(text) << 20

@@ -65,8 +65,9 @@ def linear_logprob(
         RuntimeError: a named backend that cannot run here, with the reason.
 
     Memory: forward 24·N bytes and at most 64 MiB of partial sums; backward beside the gradients one chunk of d_logits,
-    at most FUSEDCE_WORKSPACE_MB (default 768 MiB), and 4·V·D bytes for d_weight in fp32. Work: 2·N·D·V FLOP forward,
-    three times that backward. Deterministic: the same inputs give the same bits, forward and backward.
+    at most FUSEDCE_WORKSPACE_MB (default 768 MiB, or weight's bytes where that is more), and 4·V·D bytes for d_weight
+    in fp32. Work: 2·N·D·V FLOP forward, three times that backward. Deterministic: the same inputs give the same bits,
+    forward and backward.
     """
     op = "linear_logprob"
     hidden, weight, bias = head_operands(op, ("hidden", "weight", "bias"), hidden, weight, target, bias, vocab_size)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = "{python} -m pytest -q"
+NATIVE = "(native or slow) and not gpu and not compile"
 CPP_SUFFIXES = (".cpp", ".h", ".cuh", ".cu")
 
 
@@ -53,7 +54,7 @@ STAGES = (
     Stage("interpret", "test", f"{PYTEST} tests/interpret -m 'interpret and not gpu'", "triton", parallel=True),
     Stage("compile-matrix", "ci", f"{PYTEST} -m compile", "triton", parallel=True),
     Stage("oldest-triton", "ci", "{python} tools/oldest_triton.py", "triton", parallel=True),
-    Stage("native", "ci", f"{PYTEST} -m '(native or slow) and not gpu and not compile'", "pybind11"),
+    Stage("native", "ci", f"{PYTEST} --dist loadgroup -m '{NATIVE}'", "pybind11", parallel=True),
     Stage("integrations", "ci", "{python} tools/integrations.py", "torch", parallel=True),
     Stage("bench-linear-ce", "ci", "{python} -m bench.linear_ce --device cpu --cases smoke --rounds 2", "torch"),
     Stage("bench-moe", "ci", "{python} -m bench.moe --device cpu --cases smoke_64 --rounds 2", "torch"),

@@ -100,8 +100,9 @@ def _ce(
         of_target = row_weight * class_weight[target.clamp(0, weight.shape[0] - 1)]
     if reduction == "mean":
         # All rows ignored: loss 0 and gradients 0, not 0/0.
-        total = of_target.sum()
-        inverse = 1.0 / torch.where(total == 0, 1.0, total)
+        # In fp64: weights of both signs may cancel.
+        total = of_target.sum(dtype=torch.float64)
+        inverse = (1.0 / torch.where(total == 0, 1.0, total)).to(of_target.dtype)
         row_weight, of_target, smoothed = row_weight * inverse, of_target * inverse, smoothed * inverse
     nll_weight = of_target * (1.0 - label_smoothing)
     mean_class = 1.0 if class_weight is None else class_weight.mean()

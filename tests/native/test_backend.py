@@ -4,7 +4,8 @@ import pytest
 
 from tests.native.wheels import ROOT, Build
 
-pytestmark = pytest.mark.native
+# One worker: the build takes minutes, and is made once a process.
+pytestmark = [pytest.mark.native, pytest.mark.xdist_group("native_build")]
 
 
 @pytest.mark.parametrize(

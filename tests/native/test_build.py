@@ -8,7 +8,8 @@ import torch
 
 from tests.native.wheels import Build, build, pip_wheel
 
-pytestmark = pytest.mark.native
+# One worker: the build takes minutes, and is made once a process.
+pytestmark = [pytest.mark.native, pytest.mark.xdist_group("native_build")]
 
 CALL = """
 import torch, fusedce._C

@@ -18,7 +18,10 @@ Step = Callable[[Front], None]
 ENDS = ("s_endpgm", "s_barrier")
 # Of the kernel descriptor's float mode: to nearest even, nothing flushed, in both of its fields.
 FLOAT_MODE = 0xF0
-BINDERS = {"s": scalar.bind, "v": vector.bind, "ds": shared.bind, "global": loads.bind, "buffer": loads.bind}
+BINDERS = {
+    "s": scalar.bind, "v": vector.bind, "ds": shared.bind, "global": loads.bind, "buffer": loads.bind,
+    "scratch": loads.bind_scratch,
+}  # fmt: skip
 
 
 def bind(ins: Instruction, machine: Machine) -> Step:
@@ -81,7 +84,7 @@ def blocks_of(instructions: list[Instruction], entry: int, machine: Machine) -> 
 class Kernel:
     """One kernel of a code object. path must stay for as long as faults shall name source lines.
 
-    lds: bytes of its own; kernarg: bytes of arguments; arguments: (offset, size, kind) of each, from the metadata.
+    lds: bytes of its own; private: bytes of scratch memory a lane; kernarg: bytes of arguments; arguments: (offset, size, kind) of each, from the metadata.
     num_v, num_a: registers of lanes. user_scalars: how many scalars come before the workgroup's number.
     """
 
@@ -90,6 +93,7 @@ class Kernel:
     chip: str
     machine: Machine = field(repr=False)
     lds: int = 0
+    private: int = 0
     kernarg: int = 0
     num_v: int = 0
     num_a: int = 0
@@ -119,11 +123,9 @@ def load(path: Path, name: str, chip: str, machine: Machine) -> Kernel:
     (properties,) = struct.unpack_from("<H", raw, 56)
     if rsrc1 >> 12 & 0xFF != FLOAT_MODE:
         raise Fault(f"{name} rounds or flushes otherwise than this emulator")
-    if private:
-        raise Fault(f"{name} keeps {private} bytes a lane in scratch memory")
     num_v = 4 * ((rsrc3 & 63) + 1)
     kernel = Kernel(
-        path, name, chip, machine, lds=lds, kernarg=kernarg, num_v=num_v, num_a=8 * ((rsrc1 & 63) + 1) - num_v,
+        path, name, chip, machine, lds=lds, private=private, kernarg=kernarg, num_v=num_v, num_a=8 * ((rsrc1 & 63) + 1) - num_v,
         user_scalars=rsrc2 >> 1 & 31,
         group_numbers=(bool(rsrc2 >> 7 & 1), bool(rsrc2 >> 8 & 1), bool(rsrc2 >> 9 & 1)),
         # Before the arguments' address come a buffer descriptor and two more addresses, where asked for.

@@ -25,11 +25,12 @@ class Front:
     uint32 and as fp32, scalars as (waves,), pairs as uint64, and scalars as (waves, 1) for use beside lanes.
     active: (waves, 64) bool, exec by lane; full: whether every lane of every wave is on. at: number of a basic block.
     num_v: how many of the rows of `vector` are v0, v1, …; the others are a0, a1, …, which `v` and `f` have from 256 on.
+    scratch: (waves, 64, bytes) uint8, the lanes' private memory.
     """
 
-    def __init__(self, group: Array, wave: Array, vector: Array, scalars: Array, num_v: int) -> None:
+    def __init__(self, group: Array, wave: Array, vector: Array, scalars: Array, num_v: int, scratch: Array) -> None:
         self.group, self.wave, self.at = group, wave, 0
-        self.vector, self.scalars, self.num_v = vector, scalars, num_v
+        self.vector, self.scalars, self.num_v, self.scratch = vector, scalars, num_v, scratch
         self.scc = np.zeros(len(wave), bool)
         gap = [None] * (256 - num_v)
         self.v = [*vector[:num_v], *gap, *vector[num_v:]]
@@ -40,12 +41,12 @@ class Front:
         self.exec_changed()
 
     @classmethod
-    def fresh(cls, group: Array, wave: Array, num_v: int, num_a: int) -> "Front":
+    def fresh(cls, group: Array, wave: Array, num_v: int, num_a: int, scratch_bytes: int = 0) -> "Front":
         """Waves before their first instruction: every register is poison, every lane on."""
         vector = np.full((num_v + num_a, len(wave), LANES), POISON, np.uint32)
         scalars = np.full((len(wave), NUM_SCALARS), SCALAR_POISON, np.uint32)
         scalars[:, EXEC : EXEC + 2] = 0xFFFFFFFF
-        return cls(group, wave, vector, scalars, num_v)
+        return cls(group, wave, vector, scalars, num_v, np.zeros((len(wave), LANES, scratch_bytes), np.uint8))
 
     def __len__(self) -> int:
         return len(self.wave)
@@ -68,7 +69,7 @@ class Front:
         """A copy of the waves that `chosen` (waves,) bool names."""
         some = Front(
             self.group[chosen], self.wave[chosen], np.ascontiguousarray(self.vector[:, chosen]),
-            self.scalars[chosen], self.num_v,
+            self.scalars[chosen], self.num_v, self.scratch[chosen],
         )  # fmt: skip
         some.scc, some.at = self.scc[chosen], self.at
         return some
@@ -81,7 +82,7 @@ class Front:
         whole = cls(
             np.concatenate([f.group for f in fronts]), np.concatenate([f.wave for f in fronts]),
             np.concatenate([f.vector for f in fronts], 1), np.concatenate([f.scalars for f in fronts]),
-            fronts[0].num_v,
+            fronts[0].num_v, np.concatenate([f.scratch for f in fronts]),
         )  # fmt: skip
         whole.scc, whole.at = np.concatenate([f.scc for f in fronts]), fronts[0].at
         return whole

@@ -103,7 +103,7 @@ class Batch:
         kernel, shape = self.kernel, self.shape
         group = np.repeat(self.groups, shape.waves)
         wave = np.tile(np.arange(shape.waves), len(self.groups))
-        front = Front.fresh(group - self.groups[0], wave, kernel.num_v, kernel.num_a)
+        front = Front.fresh(group - self.groups[0], wave, kernel.num_v, kernel.num_a, kernel.private)
         thread = wave[:, None] * LANES + np.arange(LANES)
         x, y = shape.block[:2]
         front.v[0][...] = thread % x | thread // x % y << 10 | thread // (x * y) << 20
@@ -133,9 +133,9 @@ class Batch:
 
     def _execute(self, front: Front) -> None:
         block = self.kernel.blocks[front.at]
-        number = 0
+        steps, number = block.steps, 0
         try:
-            for number, step in enumerate(block.steps):  # noqa: B007
+            for number, step in enumerate(steps):  # noqa: B007
                 step(front)
         except Exception as error:
             raise self._located(error, front, block.instructions[number].at, block.instructions[number].text) from error

@@ -1,4 +1,5 @@
-"""Instructions on global memory: global_…, which take an address a lane, and buffer_…, which take a descriptor."""
+"""Instructions on global memory: global_…, which take an address a lane, and buffer_…, which take a descriptor; and
+scratch_…, on the private memory of a lane."""
 
 from collections.abc import Callable
 
@@ -105,3 +106,43 @@ def _load_to_lds(ins: Instruction, machine: Machine, address: Address, size: int
         machine.lds.store(target, data)
 
     return step
+
+
+def bind_scratch(ins: Instruction, machine: Machine) -> Step:
+    """The step of an instruction whose name begins with scratch_."""
+    for hint in HINTS:
+        ins.take(hint)
+    _, verb, name = ins.op.split("_", 2)
+    name, half = half_of(name)
+    if verb not in ("load", "store") or name not in SIZES:
+        raise ins.unknown()
+    size, is_signed = SIZES[name]
+    offset = ins.number("offset")
+    registers, lane_part, moved_by = ins.args if verb == "load" else (ins.args[1], ins.args[0], ins.args[2])
+    lane = words("0" if lane_part == "off" else lane_part)
+    moved = scalar("0" if moved_by == "off" else moved_by)
+
+    def places(w: Front) -> tuple[Array, Array, Array]:
+        start = lane(w).astype(np.int64) + np.broadcast_to(moved(w), len(w)).astype(np.int64)[:, None] + offset
+        start = np.broadcast_to(start, w.active.shape)
+        wave, number = np.nonzero(w.active)
+        at = start[w.active][:, None] + np.arange(size)
+        if at.size and (at.min() < 0 or at.max() >= w.scratch.shape[2]):
+            raise Fault(f"scratch access out of bounds: byte {at.max()} of {w.scratch.shape[2]}")
+        return wave[:, None], number[:, None], at
+
+    if verb == "load":
+        write = to_registers(registers, size, is_signed, half)
+
+        def load(w: Front) -> None:
+            data = np.zeros((*w.active.shape, size), np.uint8)
+            data[w.active] = w.scratch[places(w)]
+            write(w, data, w.active)
+
+        return load
+    read = from_registers(registers, size, half)
+
+    def store(w: Front) -> None:
+        w.scratch[places(w)] = read(w)[w.active]
+
+    return store

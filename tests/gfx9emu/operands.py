@@ -71,10 +71,8 @@ def words(text: str) -> Reader:
 
 
 def floats(text: str) -> Reader:
-    """fp32 a lane; "-x" and "|x|" around the register."""
-    negated = text.startswith("-") and text[1] in "vsa|"
-    text = text[1:] if negated else text
-    magnitude, text = text.startswith("|"), text.strip("|")
+    """fp32 a lane; "-x", "|x|" and "neg(x)" around what is read."""
+    text, negated, magnitude = signs(text)
     read = words(text)
     found = register(text)
     if found is not None and found[0] != "s":
@@ -87,6 +85,15 @@ def floats(text: str) -> Reader:
     keep = MAGNITUDE if magnitude else U32(0xFFFFFFFF)
     flip = SIGN if negated else U32(0)
     return lambda w: ((read(w) & keep) ^ flip).view(F32)
+
+
+def signs(text: str) -> tuple[str, bool, bool]:
+    """An operand without its signs; whether it is negated, and whether before that only its size counts."""
+    if text.startswith("neg("):
+        return text[4:-1], True, False
+    negated = text.startswith("-") and text[1] in "vsa|"
+    text = text[1:] if negated else text
+    return text.strip("|"), negated, text.startswith("|")
 
 
 def pairs(text: str) -> Reader:

@@ -69,13 +69,13 @@ def u64(x: Array) -> Array:
 
 
 def bit_field(x: Array, where: Array, is_signed: bool) -> Array:
-    """Bits where & 31 … of x, as many as where >> 16 says."""
-    offset, width = where & U32(31), (where >> U32(16)) & U32(127)
+    """Bits `where` … of x, as many as where >> 16 says."""
+    offset, width = where & U32(8 * x.dtype.itemsize - 1), (where >> U32(16)) & U32(127)
     field = (u64(x) >> u64(offset)) & ((U64(1) << u64(width)) - U64(1))
     if is_signed:
         sign = np.where(width > 0, U64(1) << u64(np.maximum(width, 1) - U32(1)), U64(0))
         field = (field ^ sign) - sign
-    return field.astype(U32)
+    return field.astype(x.dtype)
 
 
 def count_ones(x: Array) -> Array:
@@ -102,6 +102,8 @@ FLAGGED: dict[str, tuple[str, Callable]] = {
     "s_abs_i32": ("w:w", lambda a: nonzero(np.abs(wide(a)).astype(U32))),
     "s_bfe_u32": ("w:ww", lambda a, b: nonzero(bit_field(a, b, False))),
     "s_bfe_i32": ("w:ww", lambda a, b: nonzero(bit_field(a, b, True))),
+    "s_bfe_u64": ("q:qw", lambda a, b: nonzero(bit_field(a, b, False))),
+    "s_bfe_i64": ("q:qw", lambda a, b: nonzero(bit_field(a, b, True))),
     "s_bcnt1_i32_b32": ("w:w", lambda a: nonzero(count_ones(a))),
     "s_bcnt1_i32_b64": ("w:q", lambda a: nonzero(count_ones(a))),
     **{

@@ -21,6 +21,7 @@ from tests.gfx9emu.operands import (
     pairs,
     register,
     scalar,
+    signs,
     words,
     write_floats,
     write_mask,
@@ -195,7 +196,7 @@ def _multiply_add_wide(ins: Instruction, target: str, carry: str, a: str, b: str
 
 def _with_carry(ins: Instruction, target: str, carry_out: str, a: str, b: str, carry_in: str | None = None) -> Step:
     write, write_carry = write_words(target), write_mask(carry_out)
-    read_a, read_b = source_of(a), source_of(b)
+    read_a, read_b = words(a), words(b)
     read_carry = mask(carry_in) if carry_in else lambda w: np.False_
     sign = 1 if ins.op.startswith("v_add") else -1
     if ins.op.startswith("v_subbrev") or ins.op.startswith("v_subrev"):
@@ -208,11 +209,6 @@ def _with_carry(ins: Instruction, target: str, carry_out: str, a: str, b: str, c
         write_carry(w, (total >> 32) != 0)
 
     return step
-
-
-def source_of(text: str) -> Reader:
-    """32 bits of a plain operand."""
-    return words(text)
 
 
 def _bit_operation(ins: Instruction, target: str, a: str, b: str, c: str) -> Step:
@@ -230,6 +226,35 @@ def _multiply_add_to(ins: Instruction, target: str, *_: str) -> Step:
         return lambda w: write(w, arithmetic.fma(a(w), b(w), c(w)))
     write = moved.writes(target)
     return lambda w: write(w, arithmetic.fma(a(w), b(w), c(w)).view(U32))
+
+
+def _multiply_add_mixed(ins: Instruction, target: str, *texts: str) -> Step:
+    """v_fma_mix…: each source is fp32 or, by op_sel_hi, fp16, from the half that op_sel says. The result is fp32, or
+    fp16 in one half of a register whose other half stays."""
+    halves, is_half = ins.numbers("op_sel", [0, 0, 0]), ins.numbers("op_sel_hi", [0, 0, 0])
+    reads = [_mixed(*given) for given in zip(texts, is_half, halves, strict=True)]
+    function = _clamped(ins, lambda *x: arithmetic.fma(*x), "f")
+    if ins.op == "v_fma_mix_f32":
+        write = write_floats(target)
+        return lambda w: write(w, function(*(read(w) for read in reads)))
+    row, put = lanes_register(target), write_words(target)
+    shift, kept = (U32(16), HALF) if ins.op == "v_fma_mixhi_f16" else (U32(0), ~HALF)
+    half_bits = arithmetic.half_bits
+    return lambda w: put(w, half_bits(function(*(read(w) for read in reads))) << shift | w.v[row] & kept)
+
+
+def _mixed(text: str, is_half: int, half: int) -> Reader:
+    bare, negated, magnitude = signs(text)
+    if not is_half or register(bare) is None:
+        return floats(text)
+    read, shift = words(bare), U32(16 * half)
+
+    def value(w: Front) -> Array:
+        x = ((read(w) >> shift) & HALF).astype(U16).view(F16).astype(F32)
+        x = np.abs(x) if magnitude else x
+        return -x if negated else x
+
+    return value
 
 
 def _divide_scale(ins: Instruction, target: str, back: str, x: str, denominator: str, numerator: str) -> Step:
@@ -311,6 +336,7 @@ SPECIAL: dict[str, Callable[..., Step]] = {
     ),
     **dict.fromkeys(("v_bitop3_b32", "v_bitop3_b16"), _bit_operation),
     "v_fmac_f32": _multiply_add_to,
+    **dict.fromkeys(("v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16"), _multiply_add_mixed),
     "v_div_scale_f32": _divide_scale,
     "v_div_fmas_f32": _divide_fmas,
     "v_div_fixup_f32": _divide_fixup,

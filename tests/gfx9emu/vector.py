@@ -165,7 +165,8 @@ def _packed_move(ins: Instruction, target: str, a: str, b: str) -> Step:
     row = lanes_register(target)
 
     def step(w: Front) -> None:
-        for register_row, value in zip((row, row + 1), [read(w) for read in reads], strict=True):
+        # Copies: the first result may be the second source.
+        for register_row, value in zip((row, row + 1), [read(w).copy() for read in reads], strict=True):
             np.copyto(w.f[register_row], value, where=w.active)
 
     return step

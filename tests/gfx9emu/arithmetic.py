@@ -29,8 +29,17 @@ def by_fp64(function: Callable) -> Callable:
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
-    """a·b + c, rounded once (in fp64, where the product is exact, and then to fp32)."""
-    return (a.astype(F64) * b + c).astype(F32)
+    """a·b + c, rounded once: in fp64, where the product is exact, then to fp32; and where the first rounding made a tie
+    of what is none, back to the side on which it was. (Subnormal results may be one unit off.)"""
+    product = a.astype(F64) * b
+    total = product + c
+    tie = (np.asarray(total).view(U64) & U64(0x1FFFFFFF)) == U64(0x10000000)
+    if tie.any():
+        part = total - product
+        lost = (product - (total - part)) + (c - part)
+        towards = np.where(lost > 0, np.inf, -np.inf)
+        total = np.where(tie & (lost != 0) & np.isfinite(total), np.nextafter(total, towards), total)
+    return total.astype(F32)
 
 
 def to_integer(lowest: int, highest: int, dtype: type) -> Callable:

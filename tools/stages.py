@@ -53,6 +53,7 @@ STAGES = (
     # Sets TRITON_INTERPRET before Triton is imported: a process of its own.
     Stage("interpret", "test", f"{PYTEST} tests/interpret -m 'interpret and not gpu'", "triton", parallel=True),
     Stage("compile-matrix", "ci", f"{PYTEST} -m compile", "triton", parallel=True),
+    Stage("amd", "ci", f"{PYTEST} -m amd", "triton", parallel=True),
     Stage("oldest-triton", "ci", "{python} tools/oldest_triton.py", "triton", parallel=True),
     Stage("native", "ci", f"{PYTEST} --dist loadgroup -m '{NATIVE}'", "pybind11", parallel=True),
     Stage("integrations", "ci", "{python} tools/integrations.py", "torch", parallel=True),

@@ -31,9 +31,9 @@ def moe_route(
             values = values + correction.to(values.dtype)
         order = _descending(values)
         if grouped:
-            allowed = _in_best_groups(values, num_groups, top_groups, group_best)
             # Behind the others, not at −inf: that may be a value of theirs.
-            order = order.gather(1, allowed.gather(1, order).to(torch.uint8).sort(1, True, stable=True).indices)
+            allowed = _in_best_groups(values, num_groups, top_groups, group_best).gather(1, order)
+            order = order.gather(1, _descending(allowed.to(torch.uint8)))
         index = order[:, :top_k].contiguous()
     return moe_replay(logits, index, score, renormalize, scale), index
 
@@ -52,7 +52,7 @@ def moe_replay(logits: Tensor, top_k_index: Tensor, score: str, renormalize: boo
 def moe_route_backward(
     d_weights: Tensor, logits: Tensor, top_k_index: Tensor, score: str, renormalize: bool, scale: float
 ) -> Tensor:
-    """d_logits = q·(Σ g − c·Σ q·g)·slope, with q = score / total, g = scale·d_weights summed over the slots of an
+    """d_logits = q·(g − c·Σ q·g)·slope, with q = score / total, g = scale·d_weights summed over the slots of an
     expert, and c how many slots name it, or 1 where the total is over all experts.
     """
     values = logits.contiguous().to(_wide_dtype(logits))
@@ -127,7 +127,7 @@ def _descending(values: Tensor) -> Tensor:
 def _in_best_groups(values: Tensor, num_groups: int, top_groups: int, group_best: int) -> Tensor:
     """(N,E) bool: whether the expert's group is among the top_groups, the lowest group first among equals."""
     size = values.shape[1] // num_groups
-    best = values.view(-1, num_groups, size).sort(2, descending=True, stable=True).values[..., :group_best]
+    best = values.view(-1, num_groups, size).sort(dim=2, descending=True, stable=True).values[..., :group_best]
     totals = sum(best.unbind(2), torch.zeros_like(best[..., 0]))
     allowed = torch.zeros_like(totals, dtype=torch.bool).scatter_(1, _descending(totals)[:, :top_groups], True)
     return allowed.repeat_interleave(size, 1)

@@ -29,8 +29,9 @@ def route_bwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """One program owns BLOCK_N rows and all experts: q·(g − c·Σ q·g)·slope, q = scores / their sum, g = scale·d_weights
-    summed over the slots that name the expert, c how many those are, or 1 where the sum is over all experts.
+    """One program owns BLOCK_N rows and all experts: q·(g − c·Σ q·g)·slope, q = scores / their sum,
+    g = scale·d_weights summed over the slots that name the expert, c how many those are, or 1 where the sum is over
+    all experts.
 
     Reads each logit and 12 bytes for each choice, writes each gradient once. Row offsets are int64.
     """

@@ -26,7 +26,13 @@ def load_logits(logits_ptr, offs_n, mask_n, num_experts, stride_n, stride_e, BLO
 @triton.jit
 def scores_of(logits, num_experts, IS_SOFTMAX: tl.constexpr, BLOCK_E: tl.constexpr):
     """exp(logits − row maximum) or sigmoid(logits); 0 past the experts, also in a row without a finite logit."""
-    scores = tl.exp(logits - tl.max(logits, 1)[:, None]) if IS_SOFTMAX else 1.0 / (1.0 + tl.exp(-logits))
+    if IS_SOFTMAX:
+        scores = tl.exp(logits - tl.max(logits, 1)[:, None])
+        # The maximum passes over NaN, so that without this only the expert that has it would be NaN.
+        total = tl.sum(scores, 1)[:, None]
+        scores = tl.where(total == total, scores, float("nan"))
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
     return tl.where((tl.arange(0, BLOCK_E) < num_experts)[None, :], scores, 0.0)
 
 

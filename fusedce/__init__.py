@@ -9,19 +9,29 @@ from fusedce.functional import (
     linear_cross_entropy,
     linear_logprob,
     linear_policy_loss,
+    load_balance_loss,
+    moe_balance,
     moe_combine,
     moe_dispatch,
     moe_experts,
     moe_plan,
+    moe_plan_chunks,
+    moe_rank_index,
+    moe_replay,
     moe_route,
+    router_z_loss,
+    sequence_balance_loss,
+    update_correction,
 )
 from fusedce.ops import explain
-from fusedce.options import MoEPlan
+from fusedce.options import MoEChunks, MoEPlan, RouterBalance
 from fusedce.version import __version__
 
 __all__ = [
     "LogProb",
+    "MoEChunks",
     "MoEPlan",
+    "RouterBalance",
     "Routing",
     "__version__",
     "check_flags",
@@ -29,11 +39,19 @@ __all__ = [
     "linear_cross_entropy",
     "linear_logprob",
     "linear_policy_loss",
+    "load_balance_loss",
+    "moe_balance",
     "moe_combine",
     "moe_dispatch",
     "moe_experts",
     "moe_plan",
+    "moe_plan_chunks",
+    "moe_rank_index",
+    "moe_replay",
     "moe_route",
     "nn",
     "ops",
+    "router_z_loss",
+    "sequence_balance_loss",
+    "update_correction",
 ]

@@ -81,6 +81,15 @@ def positive(op: str, **sizes: int) -> None:
             raise ValueError(f"fusedce.{op}: {name} is {size}; expected at least 1")
 
 
+def count(op: str, argument: str, value: int, most: float = math.inf, letter: str = "") -> None:
+    """TypeError unless `value` is an int, ValueError unless it is from 1 to `most`, `letter` in the message."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"fusedce.{op}: argument '{argument}' has {describe(value)}; expected an int")
+    if value < 1 or value > most:
+        limit = f"1 to {letter} = {most}" if letter else "at least 1"
+        raise ValueError(f"fusedce.{op}: argument '{argument}' is {value}; expected {limit}")
+
+
 def one_of(op: str, argument: str, value: object, allowed: Sequence[str]) -> None:
     """ValueError listing the allowed words."""
     if value not in allowed:

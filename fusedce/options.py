@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["LogitOptions", "MoEPlan", "Upstream", "UpstreamOf"]
+__all__ = ["LogitOptions", "MoEChunks", "MoEPlan", "RouterBalance", "RouterOptions", "Upstream", "UpstreamOf"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class MoEPlan:
 
     offsets: (E+1,) int32; expert e owns rows [offsets[e], offsets[e+1]).
     row_slot: (R,) int32, R = N·K; the slot that row r serves, −1 for the rows past offsets[E], which serve none.
-    slot_row: (N, K) int32; the row of each slot, −1 for a slot whose expert id was out of range.
+    slot_row: (N, K) int32; the row of each slot, −1 for a slot that takes no part (id −1), −2 for one whose expert id
+    was out of range.
     """
 
     offsets: Tensor
@@ -67,5 +68,81 @@ class MoEPlan:
 
     @property
     def counts(self) -> Tensor:
-        """(E,) int32: rows of each expert. Their sum is below R only where ids were out of range."""
+        """(E,) int32: rows of each expert. Their sum is below R by the slots that name no expert."""
         return self.offsets.diff()
+
+
+@dataclass(frozen=True)
+class MoEChunks:
+    """The plans of C chunks of ⌈N/C⌉ tokens in turn, the last ones shorter or empty, each in its chunk's own numbers.
+
+    offsets: (C, E+1) int32. row_slot: (R,) int32 and slot_row: (N, K) int32, those of the chunks one after the other.
+    """
+
+    offsets: Tensor
+    row_slot: Tensor
+    slot_row: Tensor
+
+    @property
+    def num_chunks(self) -> int:
+        return self.offsets.shape[0]
+
+    @property
+    def counts(self) -> Tensor:
+        """(C, E) int32: rows of each chunk and expert."""
+        return self.offsets.diff(dim=1)
+
+    def rank_counts(self, num_ranks: int) -> Tensor:
+        """(C, num_ranks) int32: rows of each chunk for each rank, rank r owning experts [r·E/num_ranks, …)."""
+        num_experts = self.offsets.shape[1] - 1
+        if num_ranks < 1 or num_experts % num_ranks:
+            raise ValueError(f"fusedce.MoEChunks: num_ranks is {num_ranks}; expected a divisor of E = {num_experts}")
+        return self.offsets[:, :: num_experts // num_ranks].diff(dim=1)
+
+    def tokens(self, chunk: int) -> tuple[int, int]:
+        """(start, stop): the chunk's tokens. Known on the host: sizes alone decide it."""
+        if not 0 <= chunk < self.num_chunks:
+            raise IndexError(f"fusedce.MoEChunks: chunk {chunk} of {self.num_chunks}")
+        num_tokens = self.slot_row.shape[0]
+        length = -(-num_tokens // self.num_chunks)
+        return min(chunk * length, num_tokens), min((chunk + 1) * length, num_tokens)
+
+    def chunk(self, chunk: int) -> MoEPlan:
+        """The chunk's plan, as views."""
+        start, stop = self.tokens(chunk)
+        top_k = self.slot_row.shape[1]
+        return MoEPlan(self.offsets[chunk], self.row_slot[start * top_k : stop * top_k], self.slot_row[start:stop])
+
+
+@dataclass(frozen=True)
+class RouterBalance:
+    """What the losses on a router are made of, over B sequences: see `fusedce.moe_balance`.
+
+    load: (B, E), the slots of each expert. share: (B, E), the sum of the tokens' normalized scores. square: (B,), the
+    sum of lse(logits)². tokens: (B,), how many tokens took part. top_k: K. All but load and tokens are differentiable.
+    """
+
+    load: Tensor
+    share: Tensor
+    square: Tensor
+    tokens: Tensor
+    top_k: int
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """How `fusedce.nn.Router` makes its logits and chooses; score to group_best are arguments of `fusedce.moe_route`.
+
+    correction: keep a buffer of that name, (E,) fp32 zeros at first, which is added to the scores for the choice.
+    bias: a parameter (E,) on the logits. fp32_logits: make the logits in fp32 whatever the parameters are.
+    """
+
+    score: str = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 2
+    correction: bool = False
+    bias: bool = False
+    fp32_logits: bool = False

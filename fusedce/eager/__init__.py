@@ -8,12 +8,13 @@ from fusedce.eager.linear_ce import (
     linear_logprob_backward,
     linear_parts,
 )
-from fusedce.eager.moe import (
-    moe_combine,
-    moe_dispatch,
-    moe_experts,
-    moe_experts_backward,
+from fusedce.eager.moe import moe_combine, moe_dispatch, moe_experts, moe_experts_backward
+from fusedce.eager.moe_route import (
+    moe_balance,
+    moe_balance_backward,
     moe_plan,
+    moe_plan_chunks,
+    moe_replay,
     moe_route,
     moe_route_backward,
 )
@@ -24,11 +25,15 @@ __all__ = [
     "linear_logprob",
     "linear_logprob_backward",
     "linear_parts",
+    "moe_balance",
+    "moe_balance_backward",
     "moe_combine",
     "moe_dispatch",
     "moe_experts",
     "moe_experts_backward",
     "moe_plan",
+    "moe_plan_chunks",
+    "moe_replay",
     "moe_route",
     "moe_route_backward",
 ]

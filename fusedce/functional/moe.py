@@ -1,105 +1,13 @@
-"""Mixture of experts: route, plan, dispatch or experts, combine. Each checks its arguments and is one op call."""
-
-import math
-from typing import NamedTuple
+"""Mixture of experts on rows: dispatch or experts, combine. Each checks its arguments and is one op call."""
 
 import torch
 from torch import Tensor
 
-from fusedce import checks, flags
+from fusedce import checks
 from fusedce.functional.autocast import autocast
 from fusedce.options import MoEPlan
 
-__all__ = ["Routing", "moe_combine", "moe_dispatch", "moe_experts", "moe_plan", "moe_route"]
-
-
-class Routing(NamedTuple):
-    """What a router decides: (N, K) weights, fp32 and differentiable, and (N, K) int64 expert ids."""
-
-    top_k_weights: Tensor
-    top_k_index: Tensor
-
-
-def moe_route(
-    logits: Tensor,
-    top_k: int,
-    *,
-    score: str = "softmax",
-    renormalize: bool = True,
-    scale: float = 1.0,
-    backend: str = "auto",
-) -> Routing:
-    """The K experts of each token and their weights.
-
-    s = softmax(logits) over the experts, or sigmoid(logits); the K largest, the lowest id first among equal logits;
-    w_k = scale · s_k / Σ_K s (renormalize) or scale · s_k.
-
-    Args:
-        logits: (N, E) fp32, bf16 or fp16 (fp64 on the eager backend); any strides. Scores are made in fp32.
-        top_k: K, from 1 to E.
-        score: "softmax" or "sigmoid".
-        renormalize: whether a token's K weights sum to `scale`. With K = 1 every weight is then `scale`, and no
-            gradient reaches the router.
-        scale: a finite factor above 0 on the weights.
-        backend: "auto", "eager", "triton" or "native"; `fusedce.explain()` says what "auto" takes and why.
-
-    Returns:
-        `Routing(top_k_weights, top_k_index)`: (N, K) fp32 (fp64 for fp64), differentiable in logits, and (N, K) int64,
-        largest first. A row with NaN has NaN weights and valid ids; other rows do not see it. Where all K sigmoid
-        scores are 0, renormalized weights are 0. Double backward raises RuntimeError.
-
-    Raises:
-        TypeError, ValueError: a wrong kind, dtype, shape or value, naming the argument.
-        RuntimeError: a named backend that cannot run here, with the reason.
-
-    Memory: 12·N·K bytes. Deterministic, and each row's result depends on that row alone.
-    """
-    op = "moe_route"
-    checks.tensor(op, "logits", logits, checks.FLOATS)
-    checks.shape(op, "logits", logits, (None, None), "(N, E)")
-    _check_count(op, "top_k", top_k, logits.shape[1], "E")
-    checks.one_of(op, "score", score, ("softmax", "sigmoid"))
-    checks.positive_number(op, "scale", scale)
-    weights, index = torch.ops.fusedce.moe_route(
-        logits, top_k, score=score, renormalize=bool(renormalize), scale=float(scale), backend=backend
-    )
-    return Routing(weights, index)
-
-
-def moe_plan(top_k_index: Tensor, num_experts: int, *, check: str = "auto", backend: str = "auto") -> MoEPlan:
-    """The permutation that sorts the routed slots by expert: integers only, and all that routing needs afterwards.
-
-    Slot n·K + k is token n's k-th choice. Rows are the slots sorted by expert id, stably, so that an expert's rows
-    stay in slot order. The same plan used again (activation recompute, router replay) routes identically.
-
-    Args:
-        top_k_index: (N, K) int64 expert ids in [0, E); a token may name an expert twice. N may be 0.
-        num_experts: E, at least K.
-        check: what happens to an id out of range. On a CPU: ValueError at once. On a GPU "auto" gives the slot no row,
-            so that its token's result and gradient are NaN, and raises at a later call or in `fusedce.check_flags()`,
-            without a sync; "sync" waits for the GPU and raises here.
-        backend: "auto", "eager", "triton" or "native".
-
-    Returns:
-        `MoEPlan(offsets, row_slot, slot_row)`, int32. See its docstring.
-
-    Raises:
-        TypeError, ValueError: a wrong kind, dtype, shape or value, naming the argument; more than 2³¹ − 1 slots.
-        RuntimeError: a named backend that cannot run here, with the reason.
-
-    Memory: 8·N·K bytes, and in between 4·E bytes for 128 slots. Deterministic: stable, no atomics; no host sync but in
-    the eager backend.
-    """
-    op = "moe_plan"
-    checks.tensor(op, "top_k_index", top_k_index, (torch.int64,))
-    checks.shape(op, "top_k_index", top_k_index, (None, None), "(N, K)")
-    _check_count(op, "num_experts", num_experts)
-    _check_count(op, "top_k_index.shape[1]", top_k_index.shape[1], num_experts, "E")
-    checks.one_of(op, "check", check, ("auto", "sync"))
-    offsets, row_slot, slot_row = torch.ops.fusedce.moe_plan(top_k_index, num_experts, backend=backend)
-    if check == "sync":
-        flags.check_flags()
-    return MoEPlan(offsets, row_slot, slot_row)
+__all__ = ["moe_combine", "moe_dispatch", "moe_experts"]
 
 
 def moe_experts(
@@ -201,8 +109,8 @@ def moe_combine(rows: Tensor, plan: MoEPlan, *, backend: str = "auto") -> Tensor
         backend: "auto", "eager", "triton" or "native".
 
     Returns:
-        (N, D) in rows' dtype, differentiable in rows; summed in slot order in fp32, rounded once. NaN for a token with
-        a slot that has no row.
+        (N, D) in rows' dtype, differentiable in rows; summed in slot order in fp32, rounded once. A slot that takes no
+        part adds nothing; a slot whose expert id was out of range makes its token NaN.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `moe_experts`.
@@ -215,15 +123,6 @@ def moe_combine(rows: Tensor, plan: MoEPlan, *, backend: str = "auto") -> Tensor
     checks.shape(op, "rows", rows, (plan.row_slot.shape[0], None), "(N·K, D)")
     checks.same_device(op, rows=rows, plan=plan.offsets)
     return torch.ops.fusedce.moe_combine(rows, plan.row_slot, plan.slot_row, backend=backend)
-
-
-def _check_count(op: str, argument: str, value: int, most: float = math.inf, letter: str = "") -> None:
-    """TypeError unless `value` is an int, ValueError unless it is from 1 to `most`, `letter` in the message."""
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"fusedce.{op}: argument '{argument}' has {checks.describe(value)}; expected an int")
-    if value < 1 or value > most:
-        limit = f"1 to {letter} = {most}" if letter else "at least 1"
-        raise ValueError(f"fusedce.{op}: argument '{argument}' is {value}; expected {limit}")
 
 
 def _check_plan(op: str, plan: MoEPlan) -> None:

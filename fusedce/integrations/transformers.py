@@ -23,8 +23,17 @@ from torch import Tensor, nn
 from fusedce import checks
 from fusedce.functional import LogProb, linear_cross_entropy, linear_logprob
 from fusedce.integrations.logits import Logits
+from fusedce.integrations.transformers_experts import ExpertsHandle, fuse_experts
 
-__all__ = ["Handle", "TokenLogprobs", "fuse_lm_head", "token_logprobs", "unfuse_lm_head"]
+__all__ = [
+    "ExpertsHandle",
+    "Handle",
+    "TokenLogprobs",
+    "fuse_experts",
+    "fuse_lm_head",
+    "token_logprobs",
+    "unfuse_lm_head",
+]
 
 
 class Handle:

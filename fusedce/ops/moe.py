@@ -1,4 +1,4 @@
-"""The mixture-of-experts ops: implementation by the chosen backend, fakes, autograd."""
+"""The mixture-of-experts ops on rows: implementation by the chosen backend, fakes, autograd."""
 
 import torch
 from torch import Tensor
@@ -7,47 +7,6 @@ from fusedce import flags
 from fusedce.ops import registry
 from fusedce.ops.gradients import given_away
 from fusedce.ops.schema import LIB, NAMESPACE
-
-SCORES = ("softmax", "sigmoid")
-MAX_ROWS = 2**31 - 1  # plans are int32
-
-
-def _route(
-    logits: Tensor,
-    top_k: int,
-    *,
-    score: str = "softmax",
-    renormalize: bool = True,
-    scale: float = 1.0,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    flags.raise_pending()
-    _check_route(logits, top_k, score)
-    choice = registry.choose("moe_route", backend, logits.device, logits.dtype)
-    return registry.function(choice, "moe_route")(logits, top_k, score, renormalize, scale)
-
-
-def _route_backward(
-    d_weights: Tensor,
-    logits: Tensor,
-    top_k_index: Tensor,
-    score: str,
-    renormalize: bool,
-    scale: float,
-    backend: str,
-) -> Tensor:
-    choice = registry.choose("moe_route", backend, logits.device, logits.dtype)
-    run = registry.function(choice, "moe_route_backward")
-    return run(d_weights, logits, top_k_index, score, renormalize, scale)
-
-
-def _plan(top_k_index: Tensor, num_experts: int, *, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
-    flags.raise_pending()
-    _check_plan(top_k_index, num_experts)
-    # A plan is integers: every dtype that the kernels take is as good.
-    choice = registry.choose("moe_plan", backend, top_k_index.device, torch.float32)
-    flags.report_outside("moe_plan", "top_k_index", top_k_index.reshape(-1), num_experts)
-    return registry.function(choice, "moe_plan")(top_k_index, num_experts)
 
 
 def _experts(
@@ -102,34 +61,6 @@ def _combine(rows: Tensor, row_slot: Tensor, slot_row: Tensor, *, backend: str =
 
 
 # ── what keeps a direct caller of `torch.ops` from reading out of bounds; the whole set is in `functional` ─────────
-
-
-def _check_route(logits: Tensor, top_k: int, score: str) -> None:
-    torch._check_value(logits.dim() == 2, lambda: f"fusedce.moe_route: logits {tuple(logits.shape)} are not (N, E)")
-    torch._check_value(
-        1 <= top_k <= logits.shape[1],
-        lambda: f"fusedce.moe_route: top_k is {top_k}; expected 1 to E = {logits.shape[1]}",
-    )
-    torch._check_value(score in SCORES, lambda: f"fusedce.moe_route: score is {score!r}; expected one of {SCORES}")
-    torch._check_type(
-        logits.dtype.is_floating_point, lambda: f"fusedce.moe_route: logits are {logits.dtype}; expected floats"
-    )
-
-
-def _check_plan(top_k_index: Tensor, num_experts: int) -> None:
-    shape = tuple(top_k_index.shape)
-    torch._check_type(
-        top_k_index.dtype == torch.int64,
-        lambda: f"fusedce.moe_plan: top_k_index is {top_k_index.dtype}; expected torch.int64",
-    )
-    torch._check_value(
-        num_experts >= 1 and top_k_index.dim() == 2 and 1 <= top_k_index.shape[1] <= num_experts,
-        lambda: f"fusedce.moe_plan: top_k_index {shape} is not (N, K) with K from 1 to E = {num_experts}",
-    )
-    torch._check_value(
-        top_k_index.numel() <= MAX_ROWS,
-        lambda: f"fusedce.moe_plan: top_k_index {shape} has more than {MAX_ROWS} slots",
-    )
 
 
 def _check_rows(op: str, name: str, values: Tensor, first: torch.Size, row_slot: Tensor, slot_row: Tensor) -> None:
@@ -205,9 +136,6 @@ def _check_experts(
 
 
 for _name, _function in {
-    "moe_route": _route,
-    "moe_route_backward": _route_backward,
-    "moe_plan": _plan,
     "moe_experts": _experts,
     "moe_experts_backward": _experts_backward,
     "moe_dispatch": _dispatch,
@@ -218,29 +146,6 @@ for _name, _function in {
 
 
 # ── fakes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@torch.library.register_fake(f"{NAMESPACE}::moe_route", lib=LIB)
-def _route_fake(logits: Tensor, top_k: int, *, score: str = "softmax", **_: object) -> tuple[Tensor, Tensor]:
-    _check_route(logits, top_k, score)
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    shape = (logits.shape[0], top_k)
-    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
-
-
-@torch.library.register_fake(f"{NAMESPACE}::moe_route_backward", lib=LIB)
-def _route_backward_fake(d_weights: Tensor, logits: Tensor, *_: object) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
-@torch.library.register_fake(f"{NAMESPACE}::moe_plan", lib=LIB)
-def _plan_fake(top_k_index: Tensor, num_experts: int, **_: object) -> tuple[Tensor, Tensor, Tensor]:
-    _check_plan(top_k_index, num_experts)
-    return (
-        top_k_index.new_empty(num_experts + 1, dtype=torch.int32),
-        top_k_index.new_empty(top_k_index.numel(), dtype=torch.int32),
-        top_k_index.new_empty(top_k_index.shape, dtype=torch.int32),
-    )
 
 
 @torch.library.register_fake(f"{NAMESPACE}::moe_experts", lib=LIB)
@@ -294,22 +199,6 @@ def _combine_fake(rows: Tensor, row_slot: Tensor, slot_row: Tensor, **_: object)
 # ── autograd ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _route_context(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]
-    _, index = output
-    ctx.mark_non_differentiable(index)
-    ctx.save_for_backward(inputs[0], index)
-    ctx.options = keyword_only_inputs
-
-
-def _route_autograd(ctx, d_weights, _):  # type: ignore[no-untyped-def]
-    logits, index = ctx.saved_tensors
-    options = ctx.options
-    d_logits = torch.ops.fusedce.moe_route_backward(
-        d_weights, logits, index, options["score"], options["renormalize"], options["scale"], options["backend"]
-    )
-    return d_logits, None
-
-
 def _experts_context(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]
     _, pre_act = output
     ctx.mark_non_differentiable(pre_act)
@@ -345,8 +234,6 @@ def _no_double_backward(ctx, *_):  # type: ignore[no-untyped-def]
 
 
 _autograd = torch.library.register_autograd
-_autograd(f"{NAMESPACE}::moe_route", _route_autograd, setup_context=_route_context, lib=LIB)
-_autograd(f"{NAMESPACE}::moe_route_backward", _no_double_backward, lib=LIB)
 _autograd(f"{NAMESPACE}::moe_experts", _experts_autograd, setup_context=_experts_context, lib=LIB)
 _autograd(f"{NAMESPACE}::moe_experts_backward", _no_double_backward, lib=LIB)
 _autograd(f"{NAMESPACE}::moe_dispatch", _dispatch_autograd, setup_context=_plan_context, lib=LIB)

@@ -1,4 +1,4 @@
-"""Every op of fusedce on one screen: names, arguments, results. Fakes and autograd live in `linear_ce.py` and `moe.py`.
+"""Every op of fusedce on one screen: names, arguments, results. Fakes and autograd live beside it.
 
 Shapes: N tokens, D hidden, V vocabulary, E experts, K experts a token, F feed-forward, R = N·K routed rows.
 `backend` is "auto", "eager", "triton" or "native"; `registry.choose` turns it into a choice with a reason.
@@ -58,20 +58,46 @@ LIB.define(
 )
 
 # ── mixture of experts ──────────────────────────────────────────────────────────────────────────────────────────────
-# logits (N,E) -> top_k_weights (N,K) fp32, top_k_index (N,K) int64; score "softmax" or "sigmoid"
+# logits (N,E) -> top_k_weights (N,K) fp32, top_k_index (N,K) int64; score "softmax" or "sigmoid". correction (E,) fp32
+# is added to the scores for the choice alone; the K come from the top_groups of num_groups equal groups of experts
+# whose group_best best sum highest.
 LIB.define(
-    "moe_route(Tensor logits, int top_k, *, str score='softmax', bool renormalize=True, float scale=1.0, "
-    "str backend='auto') -> (Tensor top_k_weights, Tensor top_k_index)"
+    "moe_route(Tensor logits, int top_k, Tensor? correction=None, *, str score='softmax', bool renormalize=True, "
+    "float scale=1.0, int num_groups=1, int top_groups=1, int group_best=2, str backend='auto') "
+    "-> (Tensor top_k_weights, Tensor top_k_index)"
 )
-# -> d_logits (N,E)
+# the weights of experts chosen elsewhere: top_k_index (N,K), −1 where a slot takes no part -> top_k_weights (N,K)
+LIB.define(
+    "moe_replay(Tensor logits, Tensor top_k_index, *, str score='softmax', bool renormalize=True, float scale=1.0, "
+    "str backend='auto') -> Tensor"
+)
+# -> d_logits (N,E), of moe_route and of moe_replay
 LIB.define(
     "moe_route_backward(Tensor d_weights, Tensor logits, Tensor top_k_index, str score, bool renormalize, float scale, "
     "str backend) -> Tensor"
 )
+# What the losses on a router are made of, for B sequences of N/B tokens; mask (N,) fp32 weighs the tokens.
+# -> load (B,E): the slots of each expert; share (B,E): the sum of the normalized scores; square (B,): Σ lse(logits)²
+LIB.define(
+    "moe_balance(Tensor logits, Tensor top_k_index, Tensor? mask, *, int num_sequences=1, str score='softmax', "
+    "str backend='auto') -> (Tensor load, Tensor share, Tensor square)"
+)
+# -> d_logits (N,E)
+LIB.define(
+    "moe_balance_backward(Tensor d_share, Tensor d_square, Tensor logits, Tensor? mask, int num_sequences, str score, "
+    "str backend) -> Tensor"
+)
 # top_k_index (N,K) -> offsets (E+1,) int32: expert e owns rows [offsets[e], offsets[e+1]);
-#                      row_slot (R,) int32: the slot n·K+k that row r serves; slot_row (N,K) int32: its inverse
+#                      row_slot (R,) int32: the slot n·K+k that row r serves; slot_row (N,K) int32: its inverse, −1
+#                      for a slot that takes no part (id −1), −2 for an id out of range
 LIB.define(
     "moe_plan(Tensor top_k_index, int num_experts, *, str backend='auto') "
+    "-> (Tensor offsets, Tensor row_slot, Tensor slot_row)"
+)
+# C plans at once, each of ⌈N/C⌉ tokens in turn and in numbers of its own
+# -> offsets (C,E+1), row_slot (R,), slot_row (N,K)
+LIB.define(
+    "moe_plan_chunks(Tensor top_k_index, int num_experts, int num_chunks, *, str backend='auto') "
     "-> (Tensor offsets, Tensor row_slot, Tensor slot_row)"
 )
 # hidden (N,D), gate_up_proj (E,2F,D), down_proj (E,D,F), top_k_weights (N,K)
@@ -88,5 +114,5 @@ LIB.define(
 )
 # hidden (N,D) -> rows (R,D): rows[r] = hidden[row_slot[r] // K]. Its gradient is moe_combine, and the other way round.
 LIB.define("moe_dispatch(Tensor hidden, Tensor row_slot, Tensor slot_row, *, str backend='auto') -> Tensor")
-# rows (R,D) -> (N,D): the sum of a token's K rows, in slot order, accumulated in fp32
+# rows (R,D) -> (N,D): the sum of a token's K rows, in slot order, accumulated in fp32; slot_row −1 adds 0, −2 NaN
 LIB.define("moe_combine(Tensor rows, Tensor row_slot, Tensor slot_row, *, str backend='auto') -> Tensor")

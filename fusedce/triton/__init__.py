@@ -8,11 +8,15 @@ from fusedce.triton.linear_ce import (
     linear_parts,
 )
 from fusedce.triton.moe import (
+    moe_balance,
+    moe_balance_backward,
     moe_combine,
     moe_dispatch,
     moe_experts,
     moe_experts_backward,
     moe_plan,
+    moe_plan_chunks,
+    moe_replay,
     moe_route,
     moe_route_backward,
 )
@@ -23,11 +27,15 @@ __all__ = [
     "linear_logprob",
     "linear_logprob_backward",
     "linear_parts",
+    "moe_balance",
+    "moe_balance_backward",
     "moe_combine",
     "moe_dispatch",
     "moe_experts",
     "moe_experts_backward",
     "moe_plan",
+    "moe_plan_chunks",
+    "moe_replay",
     "moe_route",
     "moe_route_backward",
 ]

@@ -23,7 +23,7 @@ def combine_fwd_kernel(
 ):
     """One program owns BLOCK_D elements of one token: reads its K rows once, sums them in fp32, writes once.
 
-    A slot without a row makes the token NaN. Row offsets are int64: rows × D may pass 2³¹.
+    A slot with row −1 adds nothing, with −2 NaN. Row offsets are int64: rows × D may pass 2³¹.
     """
     token = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -32,7 +32,8 @@ def combine_fwd_kernel(
     for k in range(TOP_K):
         row = tl.load(slot_row_ptr + token * TOP_K + k).to(tl.int64)
         has_row = offs_d < tl.where(row < 0, 0, depth)
-        acc += tl.load(rows_ptr + row * rows_stride + offs_d, mask=has_row, other=float("nan")).to(tl.float32)
+        acc += tl.load(rows_ptr + row * rows_stride + offs_d, mask=has_row, other=0.0).to(tl.float32)
+        acc += tl.where(row < -1, float("nan"), 0.0)
     tl.store(out_ptr + token * depth + offs_d, round_to(acc, out_ptr.dtype.element_ty), mask=mask_d)
 
 

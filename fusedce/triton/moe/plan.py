@@ -19,31 +19,37 @@ def plan_rank_kernel(
     row_slot_ptr,
     slot_row_ptr,
     num_slots,
+    chunk_slots,
     num_experts,
     num_blocks,
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """One program owns BLOCK_S slots: a slot's row is its block's first row of the expert plus the equal ids before it.
+    """One program owns BLOCK_S slots of one chunk: a slot's row is its block's first row of the expert plus the equal
+    ids before it. Slots and rows are the chunk's own.
 
-    Reads 12 bytes a slot, writes 8. An id out of range gets row −1. E × blocks may pass 2³¹: int64.
+    Reads 12 bytes a slot, writes 8. Id −1 gets row −1, an id out of range −2. Chunk × E × blocks may pass 2³¹: int64.
     """
     block = tl.program_id(0)
+    chunk = tl.program_id(1).to(tl.int64)
     offs_s = block * BLOCK_S + tl.arange(0, BLOCK_S)
-    mask_s = offs_s < num_slots
-    ids = tl.load(ids_ptr + offs_s, mask=mask_s, other=-1)
+    first = chunk * chunk_slots
+    slots = tl.minimum(num_slots - first, chunk_slots)
+    mask_s = offs_s < slots
+    ids = tl.load(ids_ptr + first + offs_s, mask=mask_s, other=-1)
     inside = (ids >= 0) & (ids < num_experts)
     rank = tl.zeros((BLOCK_S,), tl.int32)
     # The same ids along another axis, BLOCK_T at a time: registers would not hold all pairs.
     for begin in range(block * BLOCK_S, block * BLOCK_S + BLOCK_S, BLOCK_T):
         offs_t = begin + tl.arange(0, BLOCK_T)
-        others = tl.load(ids_ptr + offs_t, mask=offs_t < num_slots, other=-1)
+        others = tl.load(ids_ptr + first + offs_t, mask=offs_t < slots, other=-1)
         earlier = (ids[:, None] == others[None, :]) & (offs_t[None, :] < offs_s[:, None])
         rank += tl.sum(earlier.to(tl.int32), 1)
-    start = tl.load(starts_ptr + ids * num_blocks + block, mask=inside, other=0)
+    start = tl.load(starts_ptr + (chunk * num_experts + ids) * num_blocks + block, mask=inside, other=0)
     row = start + rank
-    tl.store(slot_row_ptr + offs_s, tl.where(inside, row, -1), mask=mask_s)
-    tl.store(row_slot_ptr + row, offs_s, mask=inside)
+    without = tl.where(ids == -1, -1, -2)
+    tl.store(slot_row_ptr + first + offs_s, tl.where(inside, row, without), mask=mask_s)
+    tl.store(row_slot_ptr + first + row, offs_s, mask=inside)
 
 
 KERNEL = plan_rank_kernel
@@ -54,7 +60,7 @@ def signature(dtype: str) -> dict[str, str]:
     return {
         "ids_ptr": "*i64",
         **dict.fromkeys(("starts_ptr", "row_slot_ptr", "slot_row_ptr"), "*i32"),
-        **dict.fromkeys(("num_slots", "num_experts", "num_blocks"), "i32"),
+        **dict.fromkeys(("num_slots", "chunk_slots", "num_experts", "num_blocks"), "i32"),
         **dict.fromkeys(constexprs(), "constexpr"),
     }
 
@@ -65,22 +71,33 @@ def constexprs(tile: GemmTile | None = None) -> dict[str, int]:
 
 
 def moe_plan(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """offsets (E+1,), row_slot (R,), slot_row (N,K), int32. See `fusedce.eager.moe`."""
+    """offsets (E+1,), row_slot (R,), slot_row (N,K), int32. See `fusedce.eager.moe_route`."""
+    offsets, row_slot, slot_row = moe_plan_chunks(top_k_index, num_experts, 1)
+    return offsets.view(-1), row_slot, slot_row
+
+
+def moe_plan_chunks(top_k_index: Tensor, num_experts: int, num_chunks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """offsets (C,E+1), row_slot (R,), slot_row (N,K), int32. See `fusedce.eager.moe_route`."""
     ids = top_k_index.reshape(-1).contiguous()
     num_slots = ids.shape[0]
-    counts = count_slots(ids, num_experts)
-    num_blocks = counts.shape[1]
-    # Expert by expert, block by block: one running sum over all counts is where each block's rows of an expert end.
-    ends = counts.view(-1).cumsum(0, dtype=torch.int32)
-    starts = ends - counts.view(-1)
-    offsets = counts.new_zeros(num_experts + 1)
+    chunk_slots = triton.cdiv(top_k_index.shape[0], num_chunks) * top_k_index.shape[1]
+    counts = count_slots(ids, num_experts, num_chunks, chunk_slots)
+    num_blocks = counts.shape[2]
+    offsets = counts.new_zeros((num_chunks, num_experts + 1))
     # Rows that serve no slot keep −1.
     row_slot = torch.full_like(ids, -1, dtype=torch.int32)
     slot_row = torch.empty_like(top_k_index, dtype=torch.int32, memory_format=torch.contiguous_format)
     if num_slots:
-        offsets[1:] = ends.view(num_experts, num_blocks)[:, -1]
+        # Chunk by chunk, expert by expert, block by block: one running sum over all counts, less what the chunks before
+        # sum to, is where each block's rows of an expert end. One sum, because a GPU is slow at a few long ones.
+        ends = counts.view(-1).cumsum(0, dtype=torch.int32).view(num_chunks, -1)
+        if num_chunks > 1:
+            ends = ends - torch.cat((ends.new_zeros(1), ends[:-1, -1]))[:, None]
+        starts = ends - counts.view(num_chunks, -1)
+        offsets[:, 1:] = ends.view(counts.shape)[:, :, -1]
         with torch.cuda.device_of(ids):
-            KERNEL[(num_blocks,)](
-                ids, starts, row_slot, slot_row, num_slots, num_experts, num_blocks, **constexprs(), **ROW_LAUNCH
-            )
+            KERNEL[(num_blocks, num_chunks)](
+                ids, starts, row_slot, slot_row, num_slots, chunk_slots, num_experts, num_blocks,
+                **constexprs(), **ROW_LAUNCH,
+            )  # fmt: skip
     return offsets, row_slot, slot_row

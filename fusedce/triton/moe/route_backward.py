@@ -29,31 +29,36 @@ def route_bwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """One program owns BLOCK_N rows and all experts: q·(g − Σ q·g)·slope, q = scores / their sum, g = scale·d_weights.
+    """One program owns BLOCK_N rows and all experts: q·(g − c·Σ q·g)·slope, q = scores / their sum,
+    g = scale·d_weights summed over the slots that name the expert, c how many those are, or 1 where the sum is over
+    all experts.
 
     Reads each logit and 12 bytes for each choice, writes each gradient once. Row offsets are int64.
     """
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_e = tl.arange(0, BLOCK_E)
     mask_n = offs_n < num_rows
-    logits = load_logits(logits_ptr, offs_n, num_rows, num_experts, stride_n, stride_e, BLOCK_E)
+    logits = load_logits(logits_ptr, offs_n, mask_n, num_experts, stride_n, stride_e, BLOCK_E)
     scores = scores_of(logits, num_experts, IS_SOFTMAX, BLOCK_E)
     slots = offs_n.to(tl.int64) * top_k
     upstream = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
-    chosen = tl.zeros((BLOCK_N, BLOCK_E), tl.int32)
+    count = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
     for k in range(top_k):
+        # In 64 bits, so that 2³² is not expert 0.
         expert = tl.load(index_ptr + slots + k, mask=mask_n, other=-1)
         d_weight = tl.load(d_weights_ptr + slots + k, mask=mask_n, other=0.0)
-        picked = offs_e[None, :] == expert[:, None]
-        upstream = tl.where(picked, scale * d_weight[:, None], upstream)
-        chosen = tl.where(picked, 1, chosen)
+        picked = offs_e.to(tl.int64)[None, :] == expert[:, None]
+        upstream += tl.where(picked, scale * d_weight[:, None], 0.0)
+        count += tl.where(picked, 1.0, 0.0)
     slope = 1.0 - scores
     if IS_SOFTMAX:
         slope = tl.full(scores.shape, 1.0, tl.float32)
     if RENORMALIZE or not IS_SOFTMAX:
-        scores = tl.where(chosen != 0, scores, 0.0)
-    share = scores / divisor(scores, IS_SOFTMAX, RENORMALIZE)[:, None]
-    if RENORMALIZE or IS_SOFTMAX:
+        scores = tl.where(count > 0.0, scores, 0.0)
+    share = scores / divisor(scores * count if RENORMALIZE else scores, IS_SOFTMAX, RENORMALIZE)[:, None]
+    if RENORMALIZE:
+        upstream -= count * tl.sum(share * upstream, 1)[:, None]
+    elif IS_SOFTMAX:
         upstream -= tl.sum(share * upstream, 1)[:, None]
     d_logits = share * upstream * slope
     offsets = offs_n.to(tl.int64)[:, None] * num_experts + offs_e[None, :]
@@ -87,7 +92,7 @@ def constexprs(
 def moe_route_backward(
     d_weights: Tensor, logits: Tensor, top_k_index: Tensor, score: str, renormalize: bool, scale: float
 ) -> Tensor:
-    """d_logits (N,E). See `fusedce.eager.moe` for the formula."""
+    """d_logits (N,E). See `fusedce.eager.moe_route` for the formula."""
     (num_rows, num_experts), top_k = logits.shape, top_k_index.shape[1]
     d_logits = logits.new_empty(logits.shape)
     sizes = constexprs(None, score == "softmax", renormalize, num_experts=num_experts)

@@ -20,7 +20,8 @@ def slot_bwd_kernel(
     num_partial,
     BLOCK_S: tl.constexpr,
 ):
-    """One program owns BLOCK_S slots: out[slot] = Σ_t partial[t, slot_row[slot]], NaN for a slot without a row.
+    """One program owns BLOCK_S slots: out[slot] = Σ_t partial[t, slot_row[slot]]; 0 for a slot that takes no
+    part (row −1), NaN for a bad one (−2).
 
     Reads 4 bytes a slot and partial sum, writes one number a slot. Offsets into partial are int64.
     """
@@ -32,6 +33,7 @@ def slot_bwd_kernel(
     for _ in range(num_partial):
         acc += tl.load(ptrs, mask=row >= 0, other=float("nan"))
         ptrs += num_slots
+    acc = tl.where(row == -1, 0.0, acc)
     tl.store(out_ptr + offs_s, round_to(acc, out_ptr.dtype.element_ty), mask=mask_s)
 
 

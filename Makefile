@@ -17,7 +17,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint compile-matrix golden figures native gpu soak mutants clean
+.PHONY: help setup demo test lint compile-matrix golden figures native gpu soak sanitize mutants clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -52,6 +52,9 @@ gpu: setup  ## the whole suite on a machine with a GPU
 
 soak: setup  ## the long tests on a machine with a GPU
 	@$(STAGES) soak
+
+sanitize: setup  ## linear cross-entropy's kernels under compute-sanitizer, on a machine with an NVIDIA GPU
+	@$(STAGES) sanitizer
 
 mutants: setup  ## seeded faults of the code, each of which a test must notice
 	@$(STAGES) mutants

@@ -5,11 +5,13 @@ GEMMs that a vendor library runs at its full rate. The buffer is all of [tokens 
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from fusedce import env
+from fusedce.options import LogitOptions, UpstreamOf
 
 ROW_MULTIPLE = 128
 # The output tile of the vendor's GEMM that gives d_hidden: how many of them a chunk makes decides how full its last
@@ -78,6 +80,26 @@ def batch_scale(*numbers: Tensor | None) -> Tensor:
     finite = torch.where(stacked.isfinite(), stacked.abs(), 0.0)
     largest = finite.amax() if finite.numel() else finite.new_zeros(())
     return torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest))), 1.0).float()
+
+
+def in_two_passes(
+    logprob_of: Callable,
+    backward_of: Callable,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    options: LogitOptions,
+    mask: list[bool],
+    upstream_of: UpstreamOf,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A backend's `linear_fused` by its `linear_logprob` and `linear_logprob_backward`, where nothing better can be
+    had: the logits are made twice, four GEMMs."""
+    logprob, entropy, lse, normalizer = logprob_of(hidden, weight, target, bias, options, with_entropy)
+    upstream = upstream_of(0, hidden.shape[0], logprob, entropy, lse)
+    grads = backward_of(upstream, hidden, weight, target, bias, logprob, entropy, normalizer, options, mask)
+    return logprob, entropy, lse, *grads
 
 
 class GradientSums:

@@ -1,11 +1,15 @@
 """What the loss asks of each row's gradient, in three numbers a row: the algebra that all backends share."""
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedce.options import LogitOptions, Upstream
+
+LOG2_E = math.log2(math.e)
+ROW_NUMBERS = 8  # of which seven are used: a power of two
 
 
 class RowGradient(NamedTuple):
@@ -55,6 +59,25 @@ def row_gradient(
 
     surprise = None if d_entropy is None else of_kept(d_entropy)
     return RowGradient(of_kept(d_lse - d_logprob), surprise, of_kept(on_target))
+
+
+def row_slopes(options: LogitOptions, num_rows: int, like: Tensor) -> Tensor:
+    """slope (N,) fp32: 1 / temperature of each row."""
+    if options.row_temperature is None:
+        return like.new_full((num_rows,), 1.0 / options.temperature, dtype=torch.float32)
+    return 1.0 / options.row_temperature.float()
+
+
+def row_numbers(gradient: RowGradient, entropy: Tensor, normalizer: Tensor, slopes: Tensor) -> Tensor:
+    """(N, 8) fp32, what a kernel that makes d_logits in registers reads of each row: slope·log₂e, the normalizer's
+    maximum and log₂ Σ, on_probs, on_target, on_surprise / log₂e and H·log₂e. Such kernels take exponentials, and so
+    log-probs, to base 2. Without on_surprise, the last two are not to be read.
+    """
+    numbers = [slopes * LOG2_E, normalizer[:, 0], normalizer[:, 1] * LOG2_E, gradient.on_probs, gradient.on_target]
+    if gradient.on_surprise is not None:
+        numbers += [gradient.on_surprise / LOG2_E, entropy * LOG2_E]
+    numbers += [slopes] * (ROW_NUMBERS - len(numbers))
+    return torch.stack(numbers, 1)
 
 
 def merge_parts(

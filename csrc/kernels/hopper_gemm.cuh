@@ -63,8 +63,8 @@ enum class Write { kNone, kStore, kAdd };
 ///   Args, a kernel parameter; Element, bf16 or float; kWrite
 ///   (args, fragment)   called while the tile's last products run, which hides its loads
 ///   prepare(d)         once all products are there
-///   apply(&d[4j], j)   replaces the four words of a j by what is to be written
-///   end_part()         after the words that are written together
+///   apply(&d[4j], j)   replaces the eight words of an even j and the next by what is to be written
+///   end_part<p>(d)     after the words of a part, before they are written together
 ///   finish()           after all of them
 template <Major kMajorA, Major kMajorB, bool kRowsFirst, class EpilogueType>
 struct Gemm {
@@ -239,9 +239,9 @@ __device__ inline void write_parts(float (&d)[kAccumulators], Epilogue& epilogue
   if constexpr (kPart < kParts) {
     constexpr int kEights = Writer<Epilogue>::kColumns / 8;
 #pragma unroll
-    for (int j = kPart * kEights; j < (kPart + 1) * kEights; ++j) epilogue.apply(&d[4 * j], j);
+    for (int j = kPart * kEights; j < (kPart + 1) * kEights; j += 2) epilogue.apply(&d[4 * j], j);
+    epilogue.template end_part<kPart>(d);
     if constexpr (Epilogue::kWrite != Write::kNone) writer.template write<kPart>(d, row, column);
-    epilogue.end_part();
     write_parts<kPart + 1>(d, epilogue, writer, row, column);
   }
 }

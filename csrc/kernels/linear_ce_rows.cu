@@ -1,11 +1,10 @@
 // Linear cross-entropy on a chunk of fp32 logits that a vendor GEMM has written: its row statistics, and its gradient.
 //
-// With x a plain logit, z = softcap·tanh((x + bias)/softcap)/T, m the row's maximum and p = e^(z−m) / Σ e^(z−m).
+// With x a plain logit, raw = softcap·tanh((x + bias)/softcap) or x + bias, z = raw·inv_temperature.
 // A block owns a row and sums it in an order that its length and alignment alone decide: the bits repeat, and rows do
 // not feel one another. Row offsets are int64: rows × row_stride may pass 2³¹; columns are int.
-#include <cmath>
-
 #include "linear_ce_rows.h"
+#include "online_sums.cuh"
 #include "row.cuh"
 #include "wave.cuh"
 
@@ -19,16 +18,21 @@ constexpr int kMinBlocks = 2;  // a unit (SM or CU): 1,024 threads with four loa
 // ── one logit ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 struct Logit {
-  float z;
-  float slope;  // dz/dx
+  float raw;
+  float slope;  // d_raw/dx
 };
 
 template <bool kSoftcap>
 __device__ inline Logit logit_of(float plain, float bias, const LogitRows& rows) {
   const float x = plain + bias;
-  if (!kSoftcap) return {x * rows.inv_temperature, rows.inv_temperature};
+  if (!kSoftcap) return {x, 1.0f};
   const float bent = tanhf(x * (1.0f / rows.softcap));  // one division a thread, not one a logit
-  return {rows.softcap * rows.inv_temperature * bent, (1.0f - bent * bent) * rows.inv_temperature};
+  return {rows.softcap * bent, 1.0f - bent * bent};
+}
+
+/// The target's column, or −1 if the label is out of range.
+__device__ inline int column_of(std::int64_t target, int vocab) {
+  return target >= 0 && target < vocab ? static_cast<int>(target) : -1;
 }
 
 __device__ inline float bias_at(const LogitRows& rows, int column) { return rows.bias ? rows.bias[column] : 0.0f; }
@@ -38,62 +42,36 @@ __device__ inline Logits4 bias4_at(const LogitRows& rows, int column) {
   return load4(rows.bias + column, is_aligned<float, kVectorWidth>(rows.bias + column));
 }
 
-// ── the running-max online log-sum-exp ──────────────────────────────────────────────────────────────────────────────
-
-/// Sums over logits, about their maximum m. Gaps z − m, not logits, are summed: they keep their digits where all logits
-/// are large.
-struct OnlineSums {
-  float max;
-  float exp;  // Σ e^(z−m)
-  float gap;  // Σ e^(z−m)·(z−m)
-};
-
-__device__ inline OnlineSums no_sums() { return {-INFINITY, 0.0f, 0.0f}; }
-
-/// What is subtracted from logits: their maximum, but 0 while there is none, because −inf − (−inf) is NaN.
-__device__ inline float shift_of(float max) { return max == -INFINITY ? 0.0f : max; }
-
-/// The same sums about `max`, which is no smaller than their own.
-__device__ inline OnlineSums about(const OnlineSums& sums, float max) {
-  const float moved = sums.max == -INFINITY ? 0.0f : sums.max - max;
-  const float factor = expf(moved);
-  // Select: where the factor is 0, `moved` may be −inf.
-  return {max, sums.exp * factor, factor == 0.0f ? 0.0f : (sums.gap + sums.exp * moved) * factor};
-}
-
-__device__ inline OnlineSums merged(const OnlineSums& left, const OnlineSums& right) {
-  const float max = fmaxf(left.max, right.max);
-  const OnlineSums a = about(left, max);
-  const OnlineSums b = about(right, max);
-  return {max, a.exp + b.exp, a.gap + b.gap};
-}
+// ── the log-prob ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 template <int kCount>
-__device__ inline void add_logits(OnlineSums& sums, const float (&z)[kCount]) {
+__device__ inline void add_logits(OnlineSums& sums, const float (&raw)[kCount], float slope) {
   float max = sums.max;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) max = fmaxf(max, z[i]);
-  if (max > sums.max) sums = about(sums, max);
+  for (int i = 0; i < kCount; ++i) max = fmaxf(max, raw[i]);
+  if (max > sums.max) sums = about(sums, max, slope);
   const float shift = shift_of(max);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const float gap = z[i] - shift;
+    const float gap = (raw[i] - shift) * slope;
     const float exp = expf(gap);
     sums.exp += exp;
     sums.gap += exp == 0.0f ? 0.0f : exp * gap;  // a word of probability 0 adds 0, also where its logit is −inf
   }
 }
 
-/// This thread's share of a row: at most one word of its head and tail, and every kThreads-th vector.
+/// This thread's share of a row without its target: at most one word of its head and tail, and every kThreads-th
+/// vector.
 template <bool kSoftcap>
-__device__ inline OnlineSums thread_sums(const float* __restrict__ row, const LogitRows& rows) {
+__device__ inline OnlineSums thread_sums(const float* __restrict__ row, const LogitRows& rows, int target,
+                                         float slope) {
   const RowSplit split(row, rows.vocab);
   const int thread = static_cast<int>(threadIdx.x);
   OnlineSums sums = no_sums();
-  if (thread < split.num_edges) {
+  if (thread < split.num_edges && split.edge_column(thread) != target) {
     const int column = split.edge_column(thread);
-    const float z[1] = {logit_of<kSoftcap>(row[column], bias_at(rows, column), rows).z};
-    add_logits(sums, z);
+    const float raw[1] = {logit_of<kSoftcap>(row[column], bias_at(rows, column), rows).raw};
+    add_logits(sums, raw, slope);
   }
   for (int first = thread; first < split.num_vectors; first += kThreads * kUnroll) {
     Logits4 plain[kUnroll] = {};
@@ -102,21 +80,31 @@ __device__ inline OnlineSums thread_sums(const float* __restrict__ row, const Lo
       const int v = first + i * kThreads;
       if (v < split.num_vectors) plain[i] = load4(row + split.vector_column(v), true);
     }
-    float z[kUnroll * kVectorWidth];
+    float raw[kUnroll * kVectorWidth];
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       const int v = first + i * kThreads;
+      const int column = split.vector_column(v);
       const bool inside = v < split.num_vectors;
-      const Logits4 bias = inside ? bias4_at(rows, split.vector_column(v)) : Logits4{};
+      const Logits4 bias = inside ? bias4_at(rows, column) : Logits4{};
 #pragma unroll
       for (int j = 0; j < kVectorWidth; ++j) {
-        // −inf past the end: it adds nothing
-        z[i * kVectorWidth + j] = inside ? logit_of<kSoftcap>(plain[i].at[j], bias.at[j], rows).z : -INFINITY;
+        // −inf adds nothing
+        const bool counts = inside && column + j != target;
+        raw[i * kVectorWidth + j] = counts ? logit_of<kSoftcap>(plain[i].at[j], bias.at[j], rows).raw : -INFINITY;
       }
     }
-    add_logits(sums, z);
+    add_logits(sums, raw, slope);
   }
   return sums;
+}
+
+__device__ inline void write_result(const RowStatistics& out, std::int64_t row, const RowResult& result) {
+  out.logprob[row] = result.logprob;
+  out.entropy[row] = result.entropy;
+  out.lse[row] = result.lse;
+  out.normalizer[2 * row] = result.shift;
+  out.normalizer[2 * row + 1] = result.log_sum;
 }
 
 /// Reads each row once, 4·vocab bytes, plus 4·vocab of bias from L2; writes 20 bytes a row. Ignored rows are not read.
@@ -124,61 +112,52 @@ template <bool kSoftcap>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) logprob_rows_kernel(LogitRows rows, RowStatistics out) {
   const std::int64_t row = block_index();
   if (row >= rows.num_rows) return;
-  const std::int64_t target = rows.target[row];
-  if (target == rows.ignore_index) {
-    if (threadIdx.x == 0) {
-      out.logprob[row] = out.entropy[row] = out.lse[row] = 0.0f;
-      out.normalizer[2 * row] = out.normalizer[2 * row + 1] = 0.0f;
-    }
+  if (rows.target[row] == rows.ignore_index) {
+    // Shifted by +inf, every probability of an ignored row is 0.
+    if (threadIdx.x == 0) write_result(out, row, {0.0f, 0.0f, 0.0f, INFINITY, 0.0f});
     return;
   }
-  if (rows.row_inv_temperature) rows.inv_temperature = rows.row_inv_temperature[row];
+  const int target = column_of(rows.target[row], rows.vocab);
+  const float slope = rows.inv_temperature[row];
   const float* logits = rows.logits + row * rows.row_stride;
-  const OnlineSums sums = block_reduce<kThreads>(thread_sums<kSoftcap>(logits, rows), no_sums(), merged);
+  const OnlineSums of_thread = thread_sums<kSoftcap>(logits, rows, target, slope);
+  const OnlineSums others = block_reduce<kThreads>(of_thread, no_sums(), MergeSums{slope});
   if (threadIdx.x == 0) {
-    const bool inside = target >= 0 && target < rows.vocab;
-    const int column = inside ? static_cast<int>(target) : 0;
-    const float z_target = logit_of<kSoftcap>(logits[column], bias_at(rows, column), rows).z;
-    const float shift = shift_of(sums.max);
     // Labels out of range are reported elsewhere; their rows are NaN, so that nothing plausible comes out of them.
-    const float log_sum = inside ? logf(sums.exp) : NAN;
-    out.logprob[row] = (z_target - shift) - log_sum;
-    out.entropy[row] = log_sum - sums.gap / sums.exp;
-    out.lse[row] = shift + log_sum;
-    out.normalizer[2 * row] = shift;
-    out.normalizer[2 * row + 1] = log_sum;
+    const float raw = target < 0 ? NAN : logit_of<kSoftcap>(logits[target], bias_at(rows, target), rows).raw;
+    write_result(out, row, with_target(others, raw, slope));
   }
 }
 
 // ── the gradient ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-/// One row's numbers for dz = p·(d_lse − d_entropy·(log p + H)) + d_logprob·([column = target] − p), the upstream
-/// gradients divided by `scale` already.
+/// One row's numbers for d_raw = p·(on_probs − on_surprise·(log p + H)), and on_target at the target.
 struct RowGradient {
-  float d_logprob;
-  float d_entropy;
-  float d_lse;
+  float inv_temperature;
+  float on_probs;
+  float on_surprise;
+  float on_target;
   float entropy;
   float shift;
   float log_sum;
   int target;  // its column, −1 for a label out of range
 
-  __device__ RowGradient(const RowUpstream& upstream, std::int64_t row, int target_column) : target(target_column) {
-    const float scale = *upstream.scale;
-    d_logprob = upstream.d_logprob[row] / scale;
-    d_entropy = upstream.d_entropy[row] / scale;
-    d_lse = upstream.d_lse[row] / scale;
-    entropy = upstream.entropy[row];
-    shift = upstream.normalizer[2 * row];
-    log_sum = upstream.normalizer[2 * row + 1];
-  }
+  __device__ RowGradient(const LogitRows& rows, const RowUpstream& upstream, std::int64_t row)
+      : inv_temperature(rows.inv_temperature[row]),
+        on_probs(upstream.on_probs[row]),
+        on_surprise(upstream.on_surprise ? upstream.on_surprise[row] : 0.0f),
+        on_target(upstream.on_target[row]),
+        entropy(upstream.on_surprise ? upstream.entropy[row] : 0.0f),
+        shift(upstream.normalizer[2 * row]),
+        log_sum(upstream.normalizer[2 * row + 1]),
+        target(column_of(rows.target[row], rows.vocab)) {}
+
   __device__ float at(const Logit& logit, int column) const {
-    const float log_p = (logit.z - shift) - log_sum;
+    if (column == target) return on_target * logit.slope;
+    const float log_p = (logit.raw - shift) * inv_temperature - log_sum;
     const float p = expf(log_p);
     const float surprise = p == 0.0f ? 0.0f : log_p + entropy;  // p·log p is 0 where p is 0
-    // 1 − p is exact where p is near 1; p·(… − d_logprob) + d_logprob would round there.
-    const float d_z = p * (d_lse - d_entropy * surprise) + d_logprob * ((column == target ? 1.0f : 0.0f) - p);
-    return d_z * logit.slope;
+    return p * (on_probs - on_surprise * surprise) * logit.slope;
   }
 };
 
@@ -233,15 +212,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if (row >= rows.num_rows) return;
   const float* logits = rows.logits + row * rows.row_stride;
   T* out = d_logits + row * out_stride;
-  const std::int64_t target = rows.target[row];
-  if (target == rows.ignore_index) {
+  if (rows.target[row] == rows.ignore_index) {
     // Zeros are written, not multiplied in: an ignored row may hold NaN or inf.
     write_row<T, false>(logits, rows, out, [](float, float, int) { return 0.0f; });
     return;
   }
-  if (rows.row_inv_temperature) rows.inv_temperature = rows.row_inv_temperature[row];
-  const bool inside = target >= 0 && target < rows.vocab;
-  const RowGradient gradient(upstream, row, inside ? static_cast<int>(target) : -1);
+  const RowGradient gradient(rows, upstream, row);
   write_row<T, true>(logits, rows, out, [&](float plain, float bias, int column) {
     return gradient.at(logit_of<kSoftcap>(plain, bias, rows), column);
   });

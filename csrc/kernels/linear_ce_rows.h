@@ -16,19 +16,19 @@ RowTile linear_ce_row_tile();
 
 /// What both kernels are given of a chunk: fp32 logits before bias, softcap and temperature, and the rows' labels.
 struct LogitRows {
-  const float* logits;         // (num_rows, vocab), rows `row_stride` words apart
-  const std::int64_t* target;  // (num_rows,)
-  const float* bias;           // (vocab,) or nullptr
+  const float* logits;           // (num_rows, vocab), rows `row_stride` words apart
+  const std::int64_t* target;    // (num_rows,)
+  const float* bias;             // (vocab,) or nullptr
+  const float* inv_temperature;  // (num_rows,)
   std::int64_t num_rows;
   std::int64_t row_stride;
   std::int64_t ignore_index;
   int vocab;
-  float inv_temperature;
-  float softcap;                              // 0: none
-  const float* row_inv_temperature{nullptr};  // (num_rows,), in the place of inv_temperature, or nullptr
+  float softcap;  // 0: none
 };
 
-/// What the forward writes, fp32: logprob, entropy, lse (num_rows,); normalizer (num_rows, 2).
+/// What the forward writes, fp32: logprob, entropy, lse (num_rows,); normalizer (num_rows, 2), the largest raw logit m
+/// (after the softcap, before the temperature) and log Σ e^((raw − m)·inv_temperature).
 struct RowStatistics {
   float* logprob;
   float* entropy;
@@ -36,15 +36,15 @@ struct RowStatistics {
   float* normalizer;
 };
 
-/// What the backward reads beside the logits, fp32: the upstream gradients (num_rows,), the forward's entropy and
-/// normalizer, and the one number by which d_logits is divided.
+/// What the backward reads beside the logits, fp32: three numbers a row, (num_rows,) each, of which
+/// d_raw_j = p_j·(on_probs − on_surprise·(log p_j + entropy)), and on_target for the target; and the forward's entropy
+/// and normalizer.
 struct RowUpstream {
-  const float* d_logprob;
-  const float* d_entropy;
-  const float* d_lse;
+  const float* on_probs;
+  const float* on_surprise;  // or nullptr for zeros; the entropy is not read then
+  const float* on_target;
   const float* entropy;
   const float* normalizer;
-  const float* scale;
 };
 
 enum class Dtype { kFloat32, kBFloat16, kFloat16 };

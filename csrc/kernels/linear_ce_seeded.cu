@@ -122,14 +122,15 @@ __device__ inline bool needs_rescue(float rest, float raw_target) {
 __device__ inline void write_statistics(const SeededChunk& chunk, const SeededRows& rows, std::int64_t row,
                                         float rest) {
   const float seed = rows.seed[row];
-  const float z = rows.raw_target[row] * chunk.inv_temperature[row];
-  const float of_target = expf(z - seed);
-  // Where the target is likely, 1 − p keeps its digits; else the log-sum-exp does without z, which may be far below it.
+  const float raw = rows.raw_target[row];
+  const float gap = (raw - seed) * chunk.inv_temperature[row];
+  const float of_target = expf(gap);
+  // Where the target is likely, 1 − p keeps its digits; else the log-sum-exp does without it, which may be far below.
   const bool likely = of_target >= rest;
   const float log_sum = likely ? log1pf(rest / of_target) : logf(rest + of_target);
   rows.rest[row] = rest;
-  rows.logprob[row] = likely ? -log_sum : (z - seed) - log_sum;
-  rows.lse[row] = (likely ? z : seed) + log_sum;
+  rows.logprob[row] = likely ? -log_sum : gap - log_sum;
+  rows.lse[row] = (likely ? raw : seed) * chunk.inv_temperature[row] + log_sum;
 }
 
 // ── before the exponentials ─────────────────────────────────────────────────────────────────────────────────────────
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(kThreads) target_logits_kernel(SeededChunk chu
     float products[1] = {0.0f};
     if (column >= 0) wave_products(chunk, hidden_row(chunk, row), column, products);
     raw = column >= 0 ? logit_of(chunk, products[0], column).raw : NAN;
-    seed = raw == -INFINITY ? 0.0f : raw * chunk.inv_temperature[row];
+    seed = raw == -INFINITY ? 0.0f : raw;
   }
   if (lane() == 0) {
     rows.raw_target[row] = raw;
@@ -209,7 +210,7 @@ __global__ void __launch_bounds__(kRescueThreads)
     wave_logits(chunk, hidden, first, logits);
     if (lane() != 0) continue;
 #pragma unroll
-    for (const Logit& logit : logits) largest = fmaxf(largest, logit.raw * inv_temperature);
+    for (const Logit& logit : logits) largest = fmaxf(largest, logit.raw);
   }
   largest = block_reduce<kRescueThreads>(largest, -INFINITY, largest_of);
   if (threadIdx.x == 0) of_block = largest;
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(kRescueThreads)
     for (int i = 0; i < kRescueColumns; ++i) {
       const int column = first + i;
       if (column >= chunk.vocab) break;
-      const float e = expf(logits[i].raw * inv_temperature - seed);
+      const float e = expf((logits[i].raw - seed) * inv_temperature);
       rest += e;
       exponentials[row * stride + column] = from_float<bf16>(e * logits[i].slope);
     }
@@ -249,7 +250,7 @@ __device__ inline Scaled scaled_row(const SeededChunk& chunk, const SeededRows& 
   const float raw = rows.raw_target[row];
   const float rest = rows.rest[row];
   const float inv_temperature = chunk.inv_temperature[row];
-  const float of_target = expf(raw * inv_temperature - rows.seed[row]);
+  const float of_target = expf((raw - rows.seed[row]) * inv_temperature);
   const float total = rest + of_target;
   const float d_logprob = upstream.d_logprob[row];
   const float d_lse = upstream.d_lse ? upstream.d_lse[row] : 0.0f;

@@ -1,9 +1,9 @@
 // The rows of linear cross-entropy between its three matrix products about a seed (linear_ce_hopper.h), as plain
 // functions: no CUDA, HIP or torch header is needed to call them.
 //
-// Of a row, x = hidden·weightᵀ + bias, raw = softcap·tanh(x/softcap) or x, and z = raw·inv_temperature. The seed is the
-// target's z, so that E = e^(z − seed) needs no maximum over the vocabulary. With y the target and
-// S = Σ_{j≠y} e_j + e^(z_y − seed): log p_y = z_y − seed − log S, and p_j = e_j / S.
+// Of a row, x = hidden·weightᵀ + bias, raw = softcap·tanh(x/softcap) or x. The seed is the target's raw logit, so that
+// E = e^((raw − seed)·inv_temperature) needs no maximum over the vocabulary. With y the target and
+// S = Σ_{j≠y} e_j + e_y: p_j = e_j / S.
 #pragma once
 
 #include <cstdint>

@@ -54,7 +54,9 @@ __device__ inline T block_reduce(T value, T nothing, Merge merge) {
   __syncthreads();  // what an earlier call left in of_wave has been read
   if (thread % kWaveSize == 0) of_wave[thread / kWaveSize] = value;
   __syncthreads();
-  if (thread < kWaveSize) value = wave_reduce(thread < kWaves ? of_wave[thread] : nothing, merge);
+  value = nothing;
+  if (thread < kWaves) value = of_wave[thread];
+  if (thread < kWaveSize) value = wave_reduce(value, merge);
   return value;
 }
 

@@ -32,8 +32,7 @@ void check_rows(const char* op, const char* name, const Tensor& matrix) {
 }
 
 LogitRows logit_rows(const char* op, const Tensor& logits, const Tensor& target, const std::optional<Tensor>& bias,
-                     std::int64_t ignore_index, double temperature, double softcap,
-                     const std::optional<Tensor>& row_inv_temperature) {
+                     const Tensor& inv_temperature, std::int64_t ignore_index, double softcap) {
   check_rows(op, "logits", logits);
   const auto num_rows = logits.size(0);
   const auto vocab = logits.size(1);
@@ -41,31 +40,26 @@ LogitRows logit_rows(const char* op, const Tensor& logits, const Tensor& target,
               logits.scalar_type(), "; expected Float");
   TORCH_CHECK(vocab >= 1 && vocab <= kMaxVocab, "fusedce_native.", op, ": vocab is ", vocab, "; expected 1 to ",
               kMaxVocab);
-  TORCH_CHECK(temperature > 0, "fusedce_native.", op, ": temperature is ", temperature, "; expected above 0");
   TORCH_CHECK(softcap >= 0, "fusedce_native.", op, ": softcap is ", softcap, "; expected at least 0");
   check(op, "target", target, at::kLong, {num_rows}, logits.device());
+  check(op, "inv_temperature", inv_temperature, at::kFloat, {num_rows}, logits.device());
   if (bias) check(op, "bias", *bias, at::kFloat, {vocab}, logits.device());
-  if (row_inv_temperature) {
-    check(op, "row_inv_temperature", *row_inv_temperature, at::kFloat, {num_rows}, logits.device());
-  }
   return {logits.const_data_ptr<float>(),
           target.const_data_ptr<std::int64_t>(),
           bias ? bias->const_data_ptr<float>() : nullptr,
+          inv_temperature.const_data_ptr<float>(),
           num_rows,
           logits.stride(0),
           ignore_index,
           static_cast<int>(vocab),
-          static_cast<float>(1.0 / temperature),
-          static_cast<float>(softcap),
-          row_inv_temperature ? row_inv_temperature->const_data_ptr<float>() : nullptr};
+          static_cast<float>(softcap)};
 }
 
 void logprob_rows(const Tensor& logits, const Tensor& target, const std::optional<Tensor>& bias,
-                  std::int64_t ignore_index, double temperature, double softcap,
-                  const std::optional<Tensor>& row_inv_temperature, Tensor& logprob, Tensor& entropy, Tensor& lse,
-                  Tensor& normalizer) {
+                  const Tensor& inv_temperature, std::int64_t ignore_index, double softcap, Tensor& logprob,
+                  Tensor& entropy, Tensor& lse, Tensor& normalizer) {
   const char* op = "logprob_rows";
-  const LogitRows rows = logit_rows(op, logits, target, bias, ignore_index, temperature, softcap, row_inv_temperature);
+  const LogitRows rows = logit_rows(op, logits, target, bias, inv_temperature, ignore_index, softcap);
   const auto device = logits.device();
   check(op, "logprob", logprob, at::kFloat, {rows.num_rows}, device);
   check(op, "entropy", entropy, at::kFloat, {rows.num_rows}, device);
@@ -91,27 +85,28 @@ Dtype dtype_of(const char* op, const Tensor& d_logits) {
 }
 
 void d_logits_rows(const Tensor& logits, const Tensor& target, const std::optional<Tensor>& bias,
-                   std::int64_t ignore_index, double temperature, double softcap,
-                   const std::optional<Tensor>& row_inv_temperature, const Tensor& d_logprob, const Tensor& d_entropy,
-                   const Tensor& d_lse, const Tensor& entropy, const Tensor& normalizer, const Tensor& scale,
-                   Tensor& d_logits) {
+                   const Tensor& inv_temperature, std::int64_t ignore_index, double softcap, const Tensor& on_probs,
+                   const std::optional<Tensor>& on_surprise, const Tensor& on_target, const Tensor& entropy,
+                   const Tensor& normalizer, Tensor& d_logits) {
   const char* op = "d_logits_rows";
-  const LogitRows rows = logit_rows(op, logits, target, bias, ignore_index, temperature, softcap, row_inv_temperature);
+  const LogitRows rows = logit_rows(op, logits, target, bias, inv_temperature, ignore_index, softcap);
   const auto device = logits.device();
-  check(op, "d_logprob", d_logprob, at::kFloat, {rows.num_rows}, device);
-  check(op, "d_entropy", d_entropy, at::kFloat, {rows.num_rows}, device);
-  check(op, "d_lse", d_lse, at::kFloat, {rows.num_rows}, device);
-  check(op, "entropy", entropy, at::kFloat, {rows.num_rows}, device);
+  check(op, "on_probs", on_probs, at::kFloat, {rows.num_rows}, device);
+  check(op, "on_target", on_target, at::kFloat, {rows.num_rows}, device);
   check(op, "normalizer", normalizer, at::kFloat, {rows.num_rows, 2}, device);
-  check(op, "scale", scale, at::kFloat, {}, device);
+  if (on_surprise) {
+    check(op, "on_surprise", *on_surprise, at::kFloat, {rows.num_rows}, device);
+    check(op, "entropy", entropy, at::kFloat, {rows.num_rows}, device);
+  }
   check_rows(op, "d_logits", d_logits);
   TORCH_CHECK(d_logits.sizes() == logits.sizes() && d_logits.device() == device, "fusedce_native.", op,
               ": argument 'd_logits' has shape ", d_logits.sizes(), " on ", d_logits.device(), "; expected ",
               logits.sizes(), " on ", device);
   const Dtype dtype = dtype_of(op, d_logits);
-  const RowUpstream upstream{d_logprob.const_data_ptr<float>(),  d_entropy.const_data_ptr<float>(),
-                             d_lse.const_data_ptr<float>(),      entropy.const_data_ptr<float>(),
-                             normalizer.const_data_ptr<float>(), scale.const_data_ptr<float>()};
+  const RowUpstream upstream{on_probs.const_data_ptr<float>(),
+                             on_surprise ? on_surprise->const_data_ptr<float>() : nullptr,
+                             on_target.const_data_ptr<float>(), on_surprise ? entropy.const_data_ptr<float>() : nullptr,
+                             normalizer.const_data_ptr<float>()};
   launch_on(device, op, [&](void* stream) {
     return launch_d_logits_rows(rows, upstream, d_logits.mutable_data_ptr(), dtype, d_logits.stride(0), stream);
   });
@@ -120,16 +115,15 @@ void d_logits_rows(const Tensor& logits, const Tensor& target, const std::option
 }  // namespace
 }  // namespace fusedce
 
+#define FUSEDCE_LOGITS \
+  "Tensor logits, Tensor target, Tensor? bias, Tensor inv_temperature, int ignore_index, float softcap, "
+
 TORCH_LIBRARY(fusedce_native, m) {
-  m.def(
-      "logprob_rows(Tensor logits, Tensor target, Tensor? bias, int ignore_index, float temperature, float softcap, "
-      "Tensor? row_inv_temperature, Tensor(a!) logprob, Tensor(b!) entropy, Tensor(c!) lse, Tensor(d!) normalizer) -> "
-      "()");
-  m.def(
-      "d_logits_rows(Tensor logits, Tensor target, Tensor? bias, int ignore_index, float temperature, float softcap, "
-      "Tensor? row_inv_temperature, Tensor d_logprob, Tensor d_entropy, Tensor d_lse, Tensor entropy, Tensor "
-      "normalizer, Tensor scale, "
-      "Tensor(a!) d_logits) -> ()");
+  m.def("logprob_rows(" FUSEDCE_LOGITS
+        "Tensor(a!) logprob, Tensor(b!) entropy, Tensor(c!) lse, Tensor(d!) normalizer) -> ()");
+  m.def("d_logits_rows(" FUSEDCE_LOGITS
+        "Tensor on_probs, Tensor? on_surprise, Tensor on_target, Tensor entropy, Tensor normalizer, "
+        "Tensor(a!) d_logits) -> ()");
 }
 
 // ROCm builds of torch dispatch on this key too.

@@ -1,15 +1,17 @@
-"""Linear cross-entropy, native: a chunk's logits by one plain GEMM, in fp32, and one row kernel over them.
+"""Linear cross-entropy, native. On Hopper, with bf16 operands, by matrix products of our own: `hopper` and `seeded`.
+Elsewhere a chunk's logits by one plain GEMM, in fp32, and one row kernel over them.
 
-The logits are written and read once, 8·V bytes a row, and no value is rounded to 16 bits before the softmax. Kernels:
-csrc/kernels/linear_ce_rows.cu.
+There the logits are written and read once, 8·V bytes a row, and no value is rounded to 16 bits before the softmax.
+Kernels: csrc/kernels/linear_ce_rows.cu.
 """
 
 import torch
 from torch import Tensor
 
 from fusedce import arch, chunked
-from fusedce.hip import extension, seeded
+from fusedce.hip import extension, hopper, seeded
 from fusedce.options import LogitOptions, Upstream, UpstreamOf
+from fusedce.rows import RowGradient, row_gradient, row_slopes
 
 
 def linear_logprob(
@@ -25,11 +27,12 @@ def linear_logprob(
     Memory: one chunk's logits, within `env.workspace_bytes()`. Bitwise repeatable; but a row's bits may depend on the
     number of rows, by which the vendor library chooses its GEMM.
     """
-    results = _results(hidden)
-    target, bias = target.contiguous(), _row_bias(bias)
+    if hopper.suits(hidden, weight):
+        return hopper.linear_logprob(hidden, weight, target, bias, options, with_entropy)
+    rows = _Rows(hidden, weight, target, bias, options)
     for start, stop in chunked.row_chunks(hidden.shape[0], _row_width(weight.shape[0]) * 4):
-        _statistics(_logits(hidden[start:stop], weight), target, bias, options, start, stop, results)
-    logprob, entropy, lse, normalizer = results
+        rows.statistics(start, stop, _logits(hidden[start:stop], weight))
+    logprob, entropy, lse, normalizer = rows.results
     return logprob, entropy if with_entropy else entropy[:0], lse, normalizer
 
 
@@ -50,19 +53,21 @@ def linear_logprob_backward(
     Memory: one chunk's logits and their gradient, within `env.workspace_bytes()`, and d_weight in fp32. Bitwise
     repeatable.
     """
-    numbers = _upstream_numbers(upstream, logprob)
-    scale = chunked.batch_scale(*numbers)
-    target, row_bias = target.contiguous(), _row_bias(bias)
-    entropy = entropy.contiguous() if entropy.numel() else torch.zeros_like(logprob)
+    if hopper.suits(hidden, weight):
+        return hopper.linear_logprob_backward(
+            upstream, hidden, weight, target, bias, logprob, entropy, normalizer, options, mask
+        )
+    gradient = row_gradient(upstream, logprob, entropy, target, options)
+    scale = chunked.batch_scale(*gradient)
+    gradient = gradient.over(scale)
+    of_rows = _Rows(hidden, weight, target, bias, options)
     chunks = _chunks(hidden, weight)
     sums = chunked.GradientSums(hidden, weight, mask, chunks)
     for start, stop in chunks:
         rows = chunked.kept_rows(hidden[start:stop], target[start:stop], options.ignore_index)
-        part = [number[start:stop] for number in (*numbers, entropy, normalizer)]
+        part = gradient.of_rows(start, stop)
         d_logits = sums.d_logits(stop - start)
-        _d_logits(
-            _logits(rows, weight), target[start:stop], row_bias, options.of_rows(start, stop), part, scale, d_logits
-        )
+        of_rows.gradient(start, stop, _logits(rows, weight), part, entropy[start:stop], normalizer, d_logits)
         del d_logits
         sums.add(start, stop, rows)
     return sums.result(scale)
@@ -79,38 +84,35 @@ def linear_fused(
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """logprob, entropy, lse (N,), d_hidden, d_weight, d_bias: three GEMMs, since a chunk's gradient follows from its
-    own logits. With fp16 operands four: what d_logits is to be scaled by is known after the last row. On Hopper, with
-    bf16 operands and no entropy, by kernels that write no logits: see `fusedce.hip.seeded`.
+    own logits. Four with fp16 operands, where what d_logits is to be scaled by is known after the last row, and on
+    Hopper with the entropy, whose gradient needs more of a row than one factor.
     """
-    if seeded.suits(hidden, weight, with_entropy):
+    if hopper.suits(hidden, weight) and not with_entropy:
         return seeded.fused(hidden, weight, target, bias, options, mask, upstream_of)
-    if hidden.dtype == torch.float16:
-        results = linear_logprob(hidden, weight, target, bias, options, with_entropy)
-        logprob, entropy, lse, normalizer = results
-        upstream = upstream_of(0, hidden.shape[0], logprob, entropy, lse)
-        grads = linear_logprob_backward(
-            upstream, hidden, weight, target, bias, logprob, entropy, normalizer, options, mask
-        )
-        return logprob, entropy, lse, *grads
-    results, one = _results(hidden), hidden.new_ones((), dtype=torch.float32)
-    target, row_bias = target.contiguous(), _row_bias(bias)
+    if hidden.dtype == torch.float16 or hopper.suits(hidden, weight):
+        return chunked.in_two_passes(
+            linear_logprob, linear_logprob_backward,
+            hidden, weight, target, bias, options, mask, upstream_of, with_entropy,
+        )  # fmt: skip
+    of_rows = _Rows(hidden, weight, target, bias, options)
     chunks = _chunks(hidden, weight)
     sums = chunked.GradientSums(hidden, weight, mask, chunks)
 
     def add(start: int, stop: int) -> None:
         rows = chunked.kept_rows(hidden[start:stop], target[start:stop], options.ignore_index)
         logits = _logits(rows, weight)
-        _statistics(logits, target, row_bias, options, start, stop, results)
-        logprob, entropy, lse, normalizer = (result[start:stop] for result in results)
+        of_rows.statistics(start, stop, logits)
+        logprob, entropy, lse, normalizer = of_rows.results
+        logprob, entropy, lse = logprob[start:stop], entropy[start:stop], lse[start:stop]
         upstream = upstream_of(start, stop, logprob, entropy if with_entropy else entropy[:0], lse)
-        part, d_logits = [*_upstream_numbers(upstream, logprob), entropy, normalizer], sums.d_logits(stop - start)
-        _d_logits(logits, target[start:stop], row_bias, options.of_rows(start, stop), part, one, d_logits)
+        part = row_gradient(upstream, logprob, entropy, target[start:stop], options.of_rows(start, stop))
+        of_rows.gradient(start, stop, logits, part, entropy, normalizer, sums.d_logits(stop - start))
         sums.add(start, stop, rows)
 
     # A function, so that nothing of a chunk outlives it.
     for start, stop in chunks:
         add(start, stop)
-    logprob, entropy, lse, _ = results
+    logprob, entropy, lse, _ = of_rows.results
     return logprob, entropy if with_entropy else entropy[:0], lse, *sums.result(None)
 
 
@@ -121,60 +123,48 @@ def linear_ce_sum_backward(
     return seeded.scaled(d_hidden, d_loss), seeded.scaled(d_weight, d_loss), seeded.scaled(d_bias, d_loss)
 
 
-def _results(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logprob, entropy, lse and normalizer, to be filled."""
-    num_rows = hidden.shape[0]
-    logprob, entropy, lse = (hidden.new_empty(num_rows, dtype=torch.float32) for _ in range(3))
-    return logprob, entropy, lse, hidden.new_empty((num_rows, 2), dtype=torch.float32)
+class _Rows:
+    """The row kernels over a chunk's logits: what they are given of all rows, and the results (N,) that they fill."""
 
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: LogitOptions
+    ) -> None:
+        num_rows = hidden.shape[0]
+        self.target, self.bias, self.options = target.contiguous(), hopper.fp32_bias(bias), options
+        self.slopes = row_slopes(options, num_rows, hidden)
+        logprob, entropy, lse = (hidden.new_empty(num_rows, dtype=torch.float32) for _ in range(3))
+        self.results = logprob, entropy, lse, hidden.new_empty((num_rows, 2), dtype=torch.float32)
 
-def _statistics(
-    logits: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    options: LogitOptions,
-    start: int,
-    stop: int,
-    results: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
-    """Fill rows [start, stop) of the results."""
-    torch.ops.fusedce_native.logprob_rows(
-        logits, target[start:stop], bias, *_row_options(options.of_rows(start, stop)),
-        *(result[start:stop] for result in results),
-    )  # fmt: skip
+    def _given(self, start: int, stop: int) -> tuple[Tensor, Tensor | None, Tensor, int, float]:
+        rows = slice(start, stop)
+        return self.target[rows], self.bias, self.slopes[rows], self.options.ignore_index, self.options.softcap
 
+    def statistics(self, start: int, stop: int, logits: Tensor) -> None:
+        """Fill rows [start, stop) of the results from their logits (rows, V)."""
+        torch.ops.fusedce_native.logprob_rows(
+            logits, *self._given(start, stop), *(result[start:stop] for result in self.results)
+        )
 
-def _d_logits(
-    logits: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    options: LogitOptions,
-    numbers: list[Tensor],
-    scale: Tensor,
-    out: Tensor,
-) -> None:
-    """Fill out (rows, V). numbers: d_logprob, d_entropy, d_lse, entropy (rows,), normalizer (rows, 2)."""
-    torch.ops.fusedce_native.d_logits_rows(logits, target, bias, *_row_options(options), *numbers, scale, out)
-
-
-def _row_options(options: LogitOptions) -> tuple[int, float, float, Tensor | None]:
-    slope = None if options.row_temperature is None else (1.0 / options.row_temperature.float())
-    return options.ignore_index, options.temperature, options.softcap, slope
-
-
-def _upstream_numbers(upstream: Upstream, like: Tensor) -> list[Tensor]:
-    """d_logprob, d_entropy, d_lse as dense fp32 vectors: .sum() hands down an expanded gradient, N times one number."""
-    return [torch.zeros_like(like) if grad is None else grad.to(like.dtype).contiguous() for grad in upstream]
+    def gradient(
+        self,
+        start: int,
+        stop: int,
+        logits: Tensor,
+        gradient: RowGradient,
+        entropy: Tensor,
+        normalizer: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Fill out (rows, V) for rows [start, stop); normalizer: of all rows, the others of these."""
+        numbers = [None if number is None else number.contiguous() for number in gradient]
+        torch.ops.fusedce_native.d_logits_rows(
+            logits, *self._given(start, stop), *numbers, entropy.contiguous(), normalizer[start:stop], out
+        )
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> chunked.Chunks:
     row_bytes = _row_width(weight.shape[0]) * 4 + weight.shape[0] * hidden.element_size()
     return chunked.gemm_chunks(hidden, weight, arch.of_device(hidden.device).num_units, row_bytes)
-
-
-def _row_bias(bias: Tensor | None) -> Tensor | None:
-    """The bias in fp32: 4·V bytes once, so that the kernels need one dtype of it."""
-    return None if bias is None else bias.float().contiguous()
 
 
 def _row_width(vocab: int) -> int:

@@ -73,6 +73,14 @@ __global__ void fill_row_inputs(float* inv_temperature, float* seed, i64* target
   target[i] = i % 17 == 0 ? -1 : i % 17 == 1 ? vocab - 1 : static_cast<i64>(mixed(i) % vocab);
   scale[i] = 0.01f * normal(i + (i64{6} << 40));
 }
+__global__ void fill_numbers(float* numbers, const float* inv_temperature, const float* seed, i64 rows) {
+  const i64 i = blockIdx.x * i64{blockDim.x} + threadIdx.x;
+  if (i >= rows) return;
+  float* of = numbers + 8 * i;
+  of[0] = inv_temperature[i] * 1.44269504f, of[1] = seed[i] + 3.0f, of[2] = 2.5f;
+  for (int k = 3; k < 6; ++k) of[k] = 0.1f * normal(i + (i64{8 + k} << 40));
+  of[6] = 5.0f, of[7] = NAN;
+}
 __global__ void fill_bias(float* bias, i64 n) {
   const i64 i = blockIdx.x * i64{blockDim.x} + threadIdx.x;
   if (i < n) bias[i] = i % 1001 == 3 ? -INFINITY : 0.5f * normal(i + (i64{7} << 40));
@@ -108,7 +116,7 @@ void reference(const Strided& a, i64 step, const Strided& b, Buffer<double>& out
 }
 
 struct RowFound {
-  double exp, gap, stored, worst;  // Σ e and Σ e·(z − seed) by the formula, Σ of what is stored, its largest error
+  double exp, gap, worst;  // Σ e and Σ e·(z − seed) by the formula, the largest error of what is stored
 };
 __device__ double block_sum(double value) {
   __shared__ double all[256];
@@ -121,30 +129,43 @@ __device__ double block_sum(double value) {
   __syncthreads();
   return all[0];
 }
-/// A block a sampled row. products: fp64, before the bias. stored: what the kernel wrote, or nullptr.
-__global__ void reference_row(const double* products, i64 step, fusedce::LogitSeeds seeds, const bf16* stored,
-                              i64 stride, int vocab, RowFound* found) {
+/// A raw logit in fp64 and the softcap's slope there.
+__device__ double raw_of(const fusedce::LogitTerms& terms, double product, int column, double* slope) {
+  const double x = product + (terms.bias ? terms.bias[column] : 0.0f);
+  *slope = 1;
+  if (!(terms.softcap > 0)) return x;
+  const double bent = tanh(x / terms.softcap);
+  *slope = 1 - bent * bent;
+  return terms.softcap * bent;
+}
+/// A block a sampled row. products: fp64, before the bias. numbers: of launch_logit_gradient, whose results are stored
+/// then; or nullptr, and exponentials are, if any.
+__global__ void reference_row(const double* products, i64 step, fusedce::LogitTerms terms, fusedce::LogitSeeds seeds,
+                              const float* numbers, bool with_entropy, const bf16* stored, i64 stride, int vocab,
+                              RowFound* found) {
   const i64 row = blockIdx.x * step;
-  double exp_sum = 0, gap_sum = 0, stored_sum = 0, bad = 0;
+  double exp_sum = 0, gap_sum = 0, bad = 0;
   __shared__ unsigned worst;
   worst = 0;
   __syncthreads();
   for (int j = threadIdx.x; j < vocab; j += 256) {
-    double x = products[i64{blockIdx.x} * vocab + j] + (seeds.bias ? seeds.bias[j] : 0.0f);
-    double slope = 1;
-    if (seeds.softcap > 0) {
-      const double bent = tanh(x / seeds.softcap);
-      slope = 1 - bent * bent;
-      x = seeds.softcap * bent;
-    }
-    const double gap = x * seeds.inv_temperature[row] - seeds.seed[row];
-    const double e = j == seeds.target[row] ? 0 : exp(gap);
+    double slope;
+    const double raw = raw_of(terms, products[i64{blockIdx.x} * vocab + j], j, &slope);
+    const double gap = (raw - seeds.seed[row]) * seeds.inv_temperature[row];
+    const bool is_target = j == terms.target[row];
+    const double e = is_target ? 0 : exp(gap);
     exp_sum += e;
     gap_sum += e == 0 ? 0 : e * gap;
     if (stored == nullptr) continue;
-    const double is = __bfloat162float(stored[row * stride + j]);
-    const double error = fabs(is - e * slope) / (e * (slope + 1e-3) + 1e-30);
-    stored_sum += is;
+    double should = e * slope, size = e * (slope + 1e-3);
+    if (numbers != nullptr) {
+      const float* of = numbers + 8 * row;
+      const double log_p = (raw - of[1]) * of[0] - of[2], p = exp2(log_p);
+      const double surprise = with_entropy && p > 0 ? of[5] * (log_p + of[6]) : 0;
+      should = (is_target ? of[4] : p * (of[3] - surprise)) * slope;
+      size = fabs(should) + 1e-3 * (is_target ? 1.0 : p * (fabs(of[3]) + fabs(surprise)));
+    }
+    const double error = fabs(__bfloat162float(stored[row * stride + j]) - should) / (size + 1e-30);
     if (error == error)
       atomicMax(&worst, __float_as_uint(float(error)));
     else
@@ -152,9 +173,8 @@ __global__ void reference_row(const double* products, i64 step, fusedce::LogitSe
   }
   exp_sum = block_sum(exp_sum);
   gap_sum = block_sum(gap_sum);
-  stored_sum = block_sum(stored_sum);
   bad = block_sum(bad);
-  if (threadIdx.x == 0) found[blockIdx.x] = {exp_sum, gap_sum, stored_sum, bad > 0 ? NAN : __uint_as_float(worst)};
+  if (threadIdx.x == 0) found[blockIdx.x] = {exp_sum, gap_sum, bad > 0 ? NAN : __uint_as_float(worst)};
 }
 /// Σ of each row as it is stored, and how many of its columns from the next multiple of 8 on were written, or of those
 /// before it with anything but 0.

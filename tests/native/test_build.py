@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.native, pytest.mark.xdist_group("native_build")]
 
 CALL = """
 import torch, fusedce._C
-rows, one = torch.zeros(2, 3), torch.zeros(2)
+rows, one = torch.zeros(2, 3), torch.ones(2)
 try:
-    torch.ops.fusedce_native.logprob_rows(rows, one.long(), None, -100, 1.0, 0.0, None, one, one, one, rows[:, 1:])
+    torch.ops.fusedce_native.logprob_rows(rows, one.long(), None, one, -100, 0.0, one, one, one, rows[:, 1:])
 except NotImplementedError as error:
     print(error)
 """
@@ -28,8 +28,11 @@ WRITES = {
     "seeded_exponentials": "exponentials partial",
     "seeded_statistics": "seed exponentials rest logprob lse",
     "seeded_scale": "hidden exponentials factor",
-    "seeded_d_hidden": "d_hidden",
-    "seeded_d_weight": "d_weight",
+    "logit_sums": "max exp gap raw_target",
+    "merged_sums": "logprob entropy lse normalizer",
+    "logit_gradient": "d_logits",
+    "d_hidden": "out",
+    "d_weight": "out",
     "scaled": "out",
 }
 
@@ -42,7 +45,7 @@ def test_the_wheel_holds_the_extension(native_build: Build) -> None:
 
 def test_max_jobs_and_ninja_are_used(native_build: Build) -> None:
     assert "-gencode=arch=compute_90a,code=compute_90a" in native_build.printed
-    assert "[1/3]" in native_build.printed
+    assert "[1/4]" in native_build.printed
 
 
 def test_build_info_tells_what_was_built(native_build: Build) -> None:

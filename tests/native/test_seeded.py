@@ -7,7 +7,7 @@ from torch import Tensor
 
 import fusedce
 from fusedce import hip
-from fusedce.hip import seeded
+from fusedce.hip import hopper
 from tests.conftest import Place
 from tests.linear_ce_cases import with_gradients
 from tests.test_linear_ce_loss import Loss, check
@@ -27,7 +27,7 @@ CASES = [
 @pytest.fixture(params=[0.0, 2.0], ids=["own", "vendor"], autouse=True)
 def d_hidden_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose GEMM makes d_hidden, whatever fills the chip; and chunks of 256 rows."""
-    monkeypatch.setattr(seeded, "FULL", request.param)
+    monkeypatch.setattr(hopper, "FULL", request.param)
     monkeypatch.setenv("FUSEDCE_WORKSPACE_MB", "1")
 
 

@@ -25,15 +25,15 @@ def run_kernels_on_the_host(kernels: HostKernels) -> torch.library.Library:
 
     def logprob_rows(logits: Tensor, target: Tensor, bias: Tensor | None, *options_and_out: float | Tensor) -> None:
         for result, tensor in zip(
-            kernels.logprob_rows(Rows(logits, target, bias, *options_and_out[:4])), options_and_out[4:], strict=True
+            kernels.logprob_rows(Rows(logits, target, bias, *options_and_out[:3])), options_and_out[3:], strict=True
         ):
             tensor.copy_(result)
 
     def d_logits_rows(
         logits: Tensor, target: Tensor, bias: Tensor | None, *options_and_tensors: float | Tensor
     ) -> None:
-        rows = Rows(logits, target, bias, *options_and_tensors[:4])
-        *upstream, out = options_and_tensors[4:]
+        rows = Rows(logits, target, bias, *options_and_tensors[:3])
+        *upstream, out = options_and_tensors[3:]
         kernels.d_logits_rows(rows, upstream, out)
 
     library.impl("logprob_rows", logprob_rows, "CPU")

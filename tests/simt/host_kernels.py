@@ -21,37 +21,34 @@ class LogitRows(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         ("target", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("inv_temperature", ctypes.c_void_p),
         ("num_rows", ctypes.c_int64),
         ("row_stride", ctypes.c_int64),
         ("ignore_index", ctypes.c_int64),
         ("vocab", ctypes.c_int),
-        ("inv_temperature", ctypes.c_float),
         ("softcap", ctypes.c_float),
-        ("row_inv_temperature", ctypes.c_void_p),
     )
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What both kernels are given. logits (N,V) fp32, of any row stride and alignment; bias (V,) and
-    row_inv_temperature (N,), which takes the place of the temperature, fp32 or None."""
+    """What both kernels are given. logits (N,V) fp32, of any row stride and alignment; bias (V,) fp32 or None;
+    inv_temperature (N,) fp32."""
 
     logits: Tensor
     target: Tensor
-    bias: Tensor | None = None
+    bias: Tensor | None
+    inv_temperature: Tensor
     ignore_index: int = -100
-    temperature: float = 1.0
     softcap: float = 0.0
-    row_inv_temperature: Tensor | None = None
 
     def for_c(self) -> LogitRows:
         """The struct that the launchers take. It holds addresses: this object must outlive it."""
         bias = None if self.bias is None else self.bias.data_ptr()
         num_rows, vocab = self.logits.shape
         return LogitRows(
-            self.logits.data_ptr(), self.target.data_ptr(), bias, num_rows, self.logits.stride(0), self.ignore_index,
-            vocab, 1.0 / self.temperature, self.softcap,
-            None if self.row_inv_temperature is None else self.row_inv_temperature.data_ptr(),
+            self.logits.data_ptr(), self.target.data_ptr(), bias, self.inv_temperature.data_ptr(), num_rows,
+            self.logits.stride(0), self.ignore_index, vocab, self.softcap,
         )  # fmt: skip
 
 
@@ -68,8 +65,8 @@ class HostKernels:
         self._call("logprob_rows", ctypes.byref(rows.for_c()), ctypes.byref(_pointers(out)))
         return tuple(out)
 
-    def d_logits_rows(self, rows: Rows, upstream: list[Tensor], out: Tensor) -> None:
-        """Fills out (N,V). upstream: d_logprob, d_entropy, d_lse, entropy, normalizer, scale."""
+    def d_logits_rows(self, rows: Rows, upstream: list[Tensor | None], out: Tensor) -> None:
+        """Fills out (N,V). upstream: on_probs, on_surprise or None, on_target, entropy, normalizer."""
         arguments = ctypes.byref(rows.for_c()), ctypes.byref(_pointers(upstream)), ctypes.c_void_p(out.data_ptr())
         self._call("d_logits_rows", *arguments, DTYPES.index(out.dtype), ctypes.c_int64(out.stride(0)))
 
@@ -80,8 +77,8 @@ class HostKernels:
         assert error is None, error.decode()
 
 
-def _pointers(tensors: list[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+def _pointers(tensors: list[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
 
 
 def compile_for(source: str, wave_size: int, to: Path, kernels: Path, *flags: str) -> Path:

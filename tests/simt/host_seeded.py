@@ -101,19 +101,20 @@ def seeded_exponentials(*arguments: object) -> None:
     x = hidden.float() @ weight.float().t()
     x = x if bias is None else x + bias
     bent = torch.tanh(x / softcap) if softcap else torch.zeros_like(x)
-    e = ((softcap * bent if softcap else x) * inv_temperature[:, None] - seed[:, None]).exp()
+    e = (((softcap * bent if softcap else x) - seed[:, None]) * inv_temperature[:, None]).exp()
     e[torch.arange(weight.shape[0]) == target[:, None]] = 0.0
     tiles = torch.nn.functional.pad(e, (0, partial.shape[0] * VOCAB_TILE - e.shape[1]))
     partial.copy_(tiles.view(len(e), -1, VOCAB_TILE).sum(2).t())
     exps.copy_(e * (1.0 - bent * bent))
 
 
-def seeded_d_hidden(exps: Tensor, weight: Tensor, factor: Tensor, d_hidden: Tensor) -> None:
+def d_hidden(d_logits: Tensor, weight: Tensor, factor: Tensor | None, out: Tensor) -> None:
     """What `launch_d_hidden` says, in fp32."""
-    d_hidden.copy_(exps.float() @ weight.float() * factor[:, None])
+    product = d_logits.float() @ weight.float()
+    out.copy_(product if factor is None else product * factor[:, None])
 
 
-def seeded_d_weight(exps: Tensor, hidden: Tensor, d_weight: Tensor, accumulate: bool) -> None:
+def d_weight(d_logits: Tensor, hidden: Tensor, out: Tensor, accumulate: bool) -> None:
     """What `launch_d_weight` says, in fp32."""
-    product = exps.float().t() @ hidden.float()
-    d_weight.copy_(d_weight + product if accumulate else product)
+    product = d_logits.float().t() @ hidden.float()
+    out.copy_(out + product if accumulate else product)

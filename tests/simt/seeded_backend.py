@@ -10,14 +10,14 @@ from torch import Tensor
 
 import fusedce._C  # noqa: F401  (registers the ops)
 from fusedce import eager
-from fusedce.hip import seeded
+from fusedce.hip import hopper, seeded
 from fusedce.options import LogitOptions, Upstream
 from tests.paired import assert_close
 from tests.simt import host_seeded
 from tests.simt.host_seeded import HostRows, load
 
 ROW_OPS = ("target_logits", "seeded_statistics", "seeded_scale")
-GEMM_OPS = ("seeded_exponentials", "seeded_d_hidden", "seeded_d_weight")
+GEMM_OPS = ("seeded_exponentials", "d_hidden", "d_weight")
 
 
 def run_on_the_host(kernels: HostRows) -> torch.library.Library:
@@ -33,7 +33,7 @@ def run_on_the_host(kernels: HostRows) -> torch.library.Library:
 def check(with_bias: bool, softcap: float, with_temperatures: bool, with_lse: bool, own_d_hidden: bool) -> None:
     """Fails unless `seeded.fused` and the eager twin agree, over several chunks, values and gradients."""
     os.environ["FUSEDCE_WORKSPACE_MB"] = "1"
-    seeded.FULL = 0.0 if own_d_hidden else 2.0
+    hopper.FULL = 0.0 if own_d_hidden else 2.0
     torch.manual_seed(0)
     num_rows, vocab, depth = 300, 1501, 24
     hidden = torch.randn(num_rows, depth).bfloat16()

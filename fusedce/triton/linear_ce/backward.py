@@ -9,20 +9,17 @@ from torch import Tensor
 from fusedce import arch, chunked
 from fusedce.configs import GemmTile
 from fusedce.options import LogitOptions, Upstream
-from fusedce.rows import RowGradient, row_gradient
+from fusedce.rows import row_gradient, row_numbers, row_slopes
 from fusedce.triton.common import grouped_order, operand, round_to, unit_rows
 from fusedce.triton.linear_ce.logits import (
-    LOG2_E,
     cap_slope,
     constants,
     head,
     operand_types,
     raw_logits_tile,
-    row_slopes,
 )
 
 STAGE, STAGE_WITH_OPTIONS = "linear_ce_dlogits", "linear_ce_dlogits_options"
-ROW_NUMBERS = 8  # of which six are used: a power of two
 
 
 @triton.jit
@@ -149,17 +146,6 @@ def linear_logprob_backward(
         )  # fmt: skip
         sums.add(start, stop, rows)
     return sums.result(scale)
-
-
-def row_numbers(gradient: RowGradient, entropy: Tensor, normalizer: Tensor, slopes: Tensor) -> Tensor:
-    """(N, 8) fp32: what the kernel reads of each row."""
-    log2_e = LOG2_E.value
-    numbers = [slopes * log2_e, normalizer[:, 0], normalizer[:, 1] * log2_e, gradient.on_probs, gradient.on_target]
-    if gradient.on_surprise is not None:
-        # The kernel's log-probs are to base 2.
-        numbers += [gradient.on_surprise / log2_e, entropy * log2_e]
-    numbers += [slopes] * (ROW_NUMBERS - len(numbers))
-    return torch.stack(numbers, 1)
 
 
 def launch_d_logits(

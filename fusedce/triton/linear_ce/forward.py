@@ -8,6 +8,7 @@ from torch import Tensor
 from fusedce.chunked import row_chunks
 from fusedce.configs import GemmTile
 from fusedce.options import LogitOptions
+from fusedce.rows import row_slopes
 from fusedce.triton.common import grouped_order, unit_rows
 from fusedce.triton.linear_ce.finish import merge_partials
 from fusedce.triton.linear_ce.logits import (
@@ -17,7 +18,6 @@ from fusedce.triton.linear_ce.logits import (
     head,
     operand_types,
     raw_logits_tile,
-    row_slopes,
     words_but_target,
 )
 from fusedce.triton.linear_ce.target_logit import target_logit

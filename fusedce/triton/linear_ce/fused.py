@@ -8,10 +8,10 @@ from torch import Tensor
 
 from fusedce import arch, chunked
 from fusedce.options import LogitOptions, UpstreamOf
+from fusedce.rows import row_slopes
 from fusedce.triton.common import unit_rows
 from fusedce.triton.linear_ce.backward import linear_logprob_backward
 from fusedce.triton.linear_ce.forward import head_of, linear_logprob, tile_sums
-from fusedce.triton.linear_ce.logits import row_slopes
 from fusedce.triton.linear_ce.reseed import reseed
 from fusedce.triton.linear_ce.scale import scaled
 from fusedce.triton.linear_ce.seeded import seeded_exp
@@ -38,24 +38,11 @@ def linear_fused(
     more of a row than one factor. Else the logits are made twice.
     """
     if with_entropy or hidden.dtype != torch.bfloat16:
-        return _in_two_passes(hidden, weight, target, bias, options, mask, upstream_of, with_entropy)
+        return chunked.in_two_passes(
+            linear_logprob, linear_logprob_backward,
+            hidden, weight, target, bias, options, mask, upstream_of, with_entropy,
+        )  # fmt: skip
     return _seeded(unit_rows(hidden), unit_rows(weight), target.contiguous(), bias, options, mask, upstream_of)
-
-
-def _in_two_passes(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    options: LogitOptions,
-    mask: list[bool],
-    upstream_of: UpstreamOf,
-    with_entropy: bool,
-) -> Fused:
-    logprob, entropy, lse, normalizer = linear_logprob(hidden, weight, target, bias, options, with_entropy)
-    upstream = upstream_of(0, hidden.shape[0], logprob, entropy, lse)
-    grads = linear_logprob_backward(upstream, hidden, weight, target, bias, logprob, entropy, normalizer, options, mask)
-    return logprob, entropy, lse, *grads
 
 
 def _seeded(

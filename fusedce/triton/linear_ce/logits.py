@@ -7,7 +7,6 @@ exponentials to base 2 are one instruction. What a row is told is natural: slope
 
 from dataclasses import dataclass, replace
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -165,13 +164,6 @@ def head(
     tile = tile_for(stages[bias is not None or options.softcap != 0.0], machine, hidden.element_size())
     tile = replace(tile, tma=tile.tma and all(map(describable, (hidden, weight, *more))))
     return Head(hidden, weight, None if bias is None else bias.contiguous(), options, machine, tile)
-
-
-def row_slopes(options: LogitOptions, num_rows: int, like: Tensor) -> Tensor:
-    """slope (N,) fp32: 1 / temperature of each row."""
-    if options.row_temperature is None:
-        return like.new_full((num_rows,), 1.0 / options.temperature, dtype=torch.float32)
-    return 1.0 / options.row_temperature.float()
 
 
 def constants(tile: GemmTile, depth: int = 0, has_bias: bool = True, has_softcap: bool = True) -> dict[str, int]:

@@ -8,10 +8,11 @@ from torch import Tensor
 from fusedce.chunked import row_chunks
 from fusedce.configs import GemmTile
 from fusedce.options import LogitOptions
+from fusedce.rows import row_slopes
 from fusedce.triton.common import ROW_LAUNCH, unit_rows
 from fusedce.triton.linear_ce.finish import BLOCK_N, BLOCK_S, merged_splits
 from fusedce.triton.linear_ce.forward import PARTIAL_BYTES, head_of, tile_sums
-from fusedce.triton.linear_ce.logits import LN_2, LOG2_E, row_slopes
+from fusedce.triton.linear_ce.logits import LN_2, LOG2_E
 from fusedce.triton.linear_ce.target_logit import target_logit
 
 STAGE = None

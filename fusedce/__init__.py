@@ -6,6 +6,7 @@ from fusedce.flags import check_flags
 from fusedce.functional import (
     LogProb,
     Routing,
+    linear_argmax,
     linear_cross_entropy,
     linear_logprob,
     linear_policy_loss,
@@ -26,6 +27,7 @@ __all__ = [
     "__version__",
     "check_flags",
     "explain",
+    "linear_argmax",
     "linear_cross_entropy",
     "linear_logprob",
     "linear_policy_loss",

@@ -1,6 +1,7 @@
 """The plain-torch twin of every op: the CPU implementation, the gold of the tests in fp64, a baseline of the
 benchmarks."""
 
+from fusedce.eager.argmax import linear_argmax
 from fusedce.eager.linear_ce import (
     linear_ce_sum_backward,
     linear_fused,
@@ -19,6 +20,7 @@ from fusedce.eager.moe import (
 )
 
 __all__ = [
+    "linear_argmax",
     "linear_ce_sum_backward",
     "linear_fused",
     "linear_logprob",

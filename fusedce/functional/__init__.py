@@ -1,5 +1,6 @@
 """The functions users call: each checks its arguments, flattens, and makes one op call."""
 
+from fusedce.functional.argmax import linear_argmax
 from fusedce.functional.linear_ce import LogProb, linear_cross_entropy, linear_logprob
 from fusedce.functional.moe import Routing, moe_combine, moe_dispatch, moe_experts, moe_plan, moe_route
 from fusedce.functional.policy_loss import linear_policy_loss
@@ -7,6 +8,7 @@ from fusedce.functional.policy_loss import linear_policy_loss
 __all__ = [
     "LogProb",
     "Routing",
+    "linear_argmax",
     "linear_cross_entropy",
     "linear_logprob",
     "linear_policy_loss",

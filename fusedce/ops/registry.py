@@ -19,6 +19,7 @@ OPS = (
     "linear_logprob",
     "linear_ce_sum",
     "linear_parts",
+    "linear_argmax",
     "moe_route",
     "moe_plan",
     "moe_experts",

@@ -36,6 +36,8 @@ LIB.define(
     "int ignore_index=-100, float temperature=1.0, float softcap=0.0, bool with_entropy=True, str backend='auto') "
     "-> Tensor"
 )
+# -> word (N,) int64: the lowest id among the row's largest logits; −1 for a row with NaN or +inf. No gradient.
+LIB.define("linear_argmax(Tensor hidden, Tensor weight, Tensor? bias=None, *, str backend='auto') -> Tensor")
 # -> d_hidden (N,D), d_weight (V,D), d_bias (V,)
 LIB.define(
     "linear_logprob_backward(Tensor? d_logprob, Tensor? d_entropy, Tensor? d_lse, Tensor hidden, Tensor weight, "

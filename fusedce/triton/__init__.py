@@ -1,6 +1,7 @@
 """The Triton backend: one function per op, with the signatures of `fusedce.eager`."""
 
 from fusedce.triton.linear_ce import (
+    linear_argmax,
     linear_ce_sum_backward,
     linear_fused,
     linear_logprob,
@@ -18,6 +19,7 @@ from fusedce.triton.moe import (
 )
 
 __all__ = [
+    "linear_argmax",
     "linear_ce_sum_backward",
     "linear_fused",
     "linear_logprob",

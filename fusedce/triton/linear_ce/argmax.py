@@ -9,7 +9,7 @@ from fusedce.chunked import row_chunks
 from fusedce.configs import GemmTile
 from fusedce.options import LogitOptions
 from fusedce.triton.common import grouped_order, unit_rows
-from fusedce.triton.linear_ce.forward import PARTIAL_BYTES, STAGE, STAGE_WITH_OPTIONS, head_of
+from fusedce.triton.linear_ce.forward import PARTIAL_BYTES, head_of
 from fusedce.triton.linear_ce.logits import constants, operand_types, raw_logits_tile
 
 NO_WORD = tl.constexpr(2**31 - 1)

@@ -18,6 +18,7 @@ from fusedce.eager.moe import (
     moe_route,
     moe_route_backward,
 )
+from fusedce.eager.selected import linear_logprob_of, linear_logprob_of_backward
 
 __all__ = [
     "linear_argmax",
@@ -25,6 +26,8 @@ __all__ = [
     "linear_fused",
     "linear_logprob",
     "linear_logprob_backward",
+    "linear_logprob_of",
+    "linear_logprob_of_backward",
     "linear_parts",
     "moe_combine",
     "moe_dispatch",

@@ -52,12 +52,15 @@ def head_weights(
     return hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
 
 
-def row_temperature(op: str, temperature: float | Tensor, target: Tensor) -> tuple[float, Tensor | None]:
-    """The number, and the (N,) tensor that takes its place, if there is one."""
+def row_temperature(
+    op: str, temperature: float | Tensor, target: Tensor, letters: str = "target's shape"
+) -> tuple[float, Tensor | None]:
+    """The number, and the (N,) tensor that takes its place, if there is one, of target's shape, for which `letters` is
+    another name."""
     if not isinstance(temperature, Tensor):
         checks.positive_number(op, "temperature", temperature)
         return float(temperature), None
-    check_weight(op, "temperature", temperature, target.shape, "target's shape", target.device)
+    check_weight(op, "temperature", temperature, target.shape, letters, target.device)
     dtype = torch.float64 if temperature.dtype == torch.float64 else torch.float32
     return 1.0, temperature.detach().reshape(-1).to(dtype)
 

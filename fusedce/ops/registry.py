@@ -20,6 +20,7 @@ OPS = (
     "linear_ce_sum",
     "linear_parts",
     "linear_argmax",
+    "linear_logprob_of",
     "moe_route",
     "moe_plan",
     "moe_experts",

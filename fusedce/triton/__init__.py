@@ -6,6 +6,8 @@ from fusedce.triton.linear_ce import (
     linear_fused,
     linear_logprob,
     linear_logprob_backward,
+    linear_logprob_of,
+    linear_logprob_of_backward,
     linear_parts,
 )
 from fusedce.triton.moe import (
@@ -24,6 +26,8 @@ __all__ = [
     "linear_fused",
     "linear_logprob",
     "linear_logprob_backward",
+    "linear_logprob_of",
+    "linear_logprob_of_backward",
     "linear_parts",
     "moe_combine",
     "moe_dispatch",

@@ -8,6 +8,7 @@ from fusedce.triton.linear_ce.forward import linear_logprob
 from fusedce.triton.linear_ce.fused import linear_fused
 from fusedce.triton.linear_ce.parts import linear_parts
 from fusedce.triton.linear_ce.scale import linear_ce_sum_backward
+from fusedce.triton.linear_ce.selected import linear_logprob_of, linear_logprob_of_backward
 
 __all__ = [
     "linear_argmax",
@@ -15,5 +16,7 @@ __all__ = [
     "linear_fused",
     "linear_logprob",
     "linear_logprob_backward",
+    "linear_logprob_of",
+    "linear_logprob_of_backward",
     "linear_parts",
 ]

@@ -12,6 +12,7 @@ from fusedce.triton.common import grouped_order, unit_rows
 from fusedce.triton.linear_ce.forward import PARTIAL_BYTES, head_of
 from fusedce.triton.linear_ce.logits import constants, operand_types, raw_logits_tile
 
+STAGE, STAGE_WITH_OPTIONS = "linear_ce_fwd", "linear_ce_fwd_options"  # as `head_of` has it
 NO_WORD = tl.constexpr(2**31 - 1)
 
 

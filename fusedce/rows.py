@@ -108,3 +108,48 @@ def merge_parts(
     # Shifted by +inf, every probability of an ignored row is 0.
     normalizer = torch.stack((torch.where(kept, largest, torch.inf), torch.where(kept, log_sum, 0.0)), 1)
     return torch.where(kept, logprob, 0.0), entropy, torch.where(kept, largest * slope + log_sum, 0.0), normalizer
+
+
+class Selection(NamedTuple):
+    """Which words of each row are selected: ids (N,K), of a vocabulary of `vocab` words.
+
+    A slot whose id is options.ignore_index takes no part.
+    """
+
+    ids: Tensor
+    options: LogitOptions
+    vocab: int
+
+    def slopes(self, like: Tensor) -> Tensor:
+        """(N, 1): 1 / temperature of each row, in the dtype of `like`."""
+        rows = self.options.row_temperature
+        scalar = like.new_full((1, 1), 1.0 / self.options.temperature)
+        return scalar.expand(self.ids.shape[0], 1) if rows is None else 1.0 / rows.to(like.dtype)[:, None]
+
+    def inside(self) -> Tensor:
+        """(N,K): whether a slot takes part and names a word."""
+        ids = self.ids
+        return (ids != self.options.ignore_index) & (ids >= 0) & (ids < self.vocab)
+
+    def target(self, raw: Tensor) -> Tensor:
+        """(N,): the likeliest of a row's words, by the raw logits (N,K) of the slots.
+
+        As the target it is what a row's log-sum-exp is exact for where its probability is near 1. An id out of range if
+        there is nothing better, so that the row is NaN; ignore_index where no slot takes part.
+        """
+        lowest = torch.finfo(raw.dtype).min
+        score = torch.where(self.inside(), raw, lowest).clamp(min=lowest)
+        score = torch.where(self.ids == self.options.ignore_index, -torch.inf, score)
+        return self.ids.gather(1, score.argmax(1, keepdim=True))[:, 0]
+
+    def logprobs(self, raw: Tensor, target: Tensor, logprob: Tensor, normalizer: Tensor) -> Tensor:
+        """(N,K): log-prob of every slot, from its raw logit and the target's results. NaN for an id out of range."""
+        values = (raw - normalizer[:, :1]) * self.slopes(raw) - normalizer[:, 1:]
+        values = torch.where(self.ids == target[:, None], logprob[:, None], values)
+        values = torch.where(self.inside(), values, torch.nan)
+        return torch.where(self.ids == self.options.ignore_index, 0.0, values)
+
+    def upstream(self, d_logprob: Tensor) -> Tensor:
+        """(N,K): the upstream gradient over the temperature; 0 where a slot takes no part, NaN where its id is bad."""
+        numbers = torch.where(self.inside(), d_logprob * self.slopes(d_logprob), torch.nan)
+        return torch.where(self.ids == self.options.ignore_index, 0.0, numbers)

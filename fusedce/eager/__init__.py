@@ -1,6 +1,7 @@
 """The plain-torch twin of every op: the CPU implementation, the gold of the tests in fp64, a baseline of the
 benchmarks."""
 
+from fusedce.eager.argmax import linear_argmax
 from fusedce.eager.linear_ce import (
     linear_ce_sum_backward,
     linear_fused,
@@ -18,12 +19,16 @@ from fusedce.eager.moe_route import (
     moe_route,
     moe_route_backward,
 )
+from fusedce.eager.selected import linear_logprob_of, linear_logprob_of_backward
 
 __all__ = [
+    "linear_argmax",
     "linear_ce_sum_backward",
     "linear_fused",
     "linear_logprob",
     "linear_logprob_backward",
+    "linear_logprob_of",
+    "linear_logprob_of_backward",
     "linear_parts",
     "moe_balance",
     "moe_balance_backward",

@@ -1,6 +1,8 @@
 """The functions users call: each checks its arguments, flattens, and makes one op call."""
 
+from fusedce.functional.argmax import linear_argmax
 from fusedce.functional.linear_ce import LogProb, linear_cross_entropy, linear_logprob
+from fusedce.functional.logprob_of import linear_logprob_of
 from fusedce.functional.moe import moe_combine, moe_dispatch, moe_experts
 from fusedce.functional.moe_balance import (
     load_balance_loss,
@@ -22,8 +24,10 @@ from fusedce.functional.policy_loss import linear_policy_loss
 __all__ = [
     "LogProb",
     "Routing",
+    "linear_argmax",
     "linear_cross_entropy",
     "linear_logprob",
+    "linear_logprob_of",
     "linear_policy_loss",
     "load_balance_loss",
     "moe_balance",

@@ -16,20 +16,34 @@ def head_operands(
     bias: Tensor | None,
     vocab_size: int | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """hidden, weight and bias checked, of one dtype and without padded words."""
+    """hidden, weight and bias checked, of one dtype and without padded words; target checked against them."""
+    hidden, weight, bias = head_weights(op, names, hidden, weight, bias, vocab_size)
+    checks.tensor(op, "target", target, (torch.int64,))
+    checks.shape(op, "target", target, hidden.shape[:-1], f"{names[0]}'s shape without D")
+    checks.same_device(op, **{names[0]: hidden}, target=target)
+    return hidden, weight, bias
+
+
+def head_weights(
+    op: str,
+    names: tuple[str, str, str],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    vocab_size: int | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`head_operands` without a target."""
     hidden, weight, bias = autocast(hidden, weight, bias)
     checks.tensor(op, names[0], hidden, checks.FLOATS)
     checks.tensor(op, names[1], weight, checks.FLOATS)
-    checks.tensor(op, "target", target, (torch.int64,))
     if hidden.dim() == 0:
         raise ValueError(checks.wrong(op, names[0], hidden, "(..., D)"))
     checks.shape(op, names[1], weight, (None, hidden.shape[-1]), "(V, D)")
     checks.positive(op, V=weight.shape[0], D=weight.shape[1])
-    checks.shape(op, "target", target, hidden.shape[:-1], f"{names[0]}'s shape without D")
     if bias is not None:
         checks.tensor(op, names[2], bias, checks.FLOATS)
         checks.shape(op, names[2], bias, (weight.shape[0],), "(V,)")
-    checks.same_device(op, **{names[0]: hidden, names[1]: weight, names[2]: bias}, target=target)
+    checks.same_device(op, **{names[0]: hidden, names[1]: weight, names[2]: bias})
     if vocab_size is not None:
         if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or not 1 <= vocab_size <= weight.shape[0]:
             expected = f"an int from 1 to V = {weight.shape[0]}"
@@ -38,12 +52,15 @@ def head_operands(
     return hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
 
 
-def row_temperature(op: str, temperature: float | Tensor, target: Tensor) -> tuple[float, Tensor | None]:
-    """The number, and the (N,) tensor that takes its place, if there is one."""
+def row_temperature(
+    op: str, temperature: float | Tensor, target: Tensor, letters: str = "target's shape"
+) -> tuple[float, Tensor | None]:
+    """The number, and the (N,) tensor that takes its place, if there is one, of target's shape, for which `letters` is
+    another name."""
     if not isinstance(temperature, Tensor):
         checks.positive_number(op, "temperature", temperature)
         return float(temperature), None
-    check_weight(op, "temperature", temperature, target.shape, "target's shape", target.device)
+    check_weight(op, "temperature", temperature, target.shape, letters, target.device)
     dtype = torch.float64 if temperature.dtype == torch.float64 else torch.float32
     return 1.0, temperature.detach().reshape(-1).to(dtype)
 

@@ -1,6 +1,17 @@
 """The ops: schemas, fakes, autograd and the choice of a backend. Importing this registers them with torch."""
 
-from fusedce.ops import linear_ce, linear_logprob, moe, moe_route, schema
+from fusedce.ops import linear_argmax, linear_ce, linear_logprob, linear_logprob_of, moe, moe_route, schema
 from fusedce.ops.registry import Choice, choose, explain
 
-__all__ = ["Choice", "choose", "explain", "linear_ce", "linear_logprob", "moe", "moe_route", "schema"]
+__all__ = [
+    "Choice",
+    "choose",
+    "explain",
+    "linear_argmax",
+    "linear_ce",
+    "linear_logprob",
+    "linear_logprob_of",
+    "moe",
+    "moe_route",
+    "schema",
+]

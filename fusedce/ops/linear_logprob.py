@@ -97,14 +97,7 @@ def check_sizes(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, row_temperature: Tensor | None
 ) -> None:
     """What keeps a direct caller of `torch.ops` from reading out of bounds; the whole set is in `functional`."""
-    torch._check_value(
-        hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1],
-        lambda: (
-            f"fusedce.linear_logprob: hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} are not "
-            "(N, D) and (V, D)"
-        ),
-    )
-    torch._check_value(weight.numel() > 0, lambda: f"fusedce.linear_logprob: weight {tuple(weight.shape)} is empty")
+    check_head_sizes("linear_logprob", hidden, weight, bias)
     for name, rows in (("target", target), ("row_temperature", row_temperature)):
         torch._check_value(
             rows is None or tuple(rows.shape) == (hidden.shape[0],),
@@ -112,25 +105,38 @@ def check_sizes(
                 f"fusedce.linear_logprob: {name} has shape {tuple(rows.shape)}; expected ({hidden.shape[0]},)"
             ),
         )
-    torch._check_value(
-        bias is None or tuple(bias.shape) == (weight.shape[0],),
-        lambda: f"fusedce.linear_logprob: bias is not ({weight.shape[0]},)",
-    )
     torch._check_type(
         target.dtype == torch.int64, lambda: f"fusedce.linear_logprob: target is {target.dtype}; expected torch.int64"
+    )
+    _check_devices("linear_logprob", hidden, target, row_temperature)
+
+
+def check_head_sizes(op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """`check_sizes` of the operands of the logits alone."""
+    torch._check_value(
+        hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1],
+        lambda: (
+            f"fusedce.{op}: hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} are not (N, D) and (V, D)"
+        ),
+    )
+    torch._check_value(weight.numel() > 0, lambda: f"fusedce.{op}: weight {tuple(weight.shape)} is empty")
+    torch._check_value(
+        bias is None or tuple(bias.shape) == (weight.shape[0],),
+        lambda: f"fusedce.{op}: bias is not ({weight.shape[0]},)",
     )
     same = hidden.dtype == weight.dtype and (bias is None or bias.dtype == hidden.dtype)
     torch._check_type(
         same and hidden.dtype.is_floating_point,
-        lambda: f"fusedce.linear_logprob: hidden is {hidden.dtype}, weight {weight.dtype}; expected one floating dtype",
+        lambda: f"fusedce.{op}: hidden is {hidden.dtype}, weight {weight.dtype}; expected one floating dtype",
     )
-    tensors = [t for t in (weight, target, bias, row_temperature) if t is not None]
+    _check_devices(op, hidden, weight, bias)
+
+
+def _check_devices(op: str, hidden: Tensor, *others: Tensor | None) -> None:
+    given = [t for t in others if t is not None]
     torch._check_value(
-        all(t.device == hidden.device for t in tensors),
-        lambda: (
-            f"fusedce.linear_logprob: hidden is on {hidden.device}, the others on "
-            f"{', '.join(str(t.device) for t in tensors)}"
-        ),
+        all(t.device == hidden.device for t in given),
+        lambda: f"fusedce.{op}: hidden is on {hidden.device}, the others on {', '.join(str(t.device) for t in given)}",
     )
 
 

@@ -19,6 +19,8 @@ OPS = (
     "linear_logprob",
     "linear_ce_sum",
     "linear_parts",
+    "linear_argmax",
+    "linear_logprob_of",
     "moe_route",
     "moe_replay",
     "moe_balance",

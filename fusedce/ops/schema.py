@@ -36,6 +36,20 @@ LIB.define(
     "int ignore_index=-100, float temperature=1.0, float softcap=0.0, bool with_entropy=True, str backend='auto') "
     "-> Tensor"
 )
+# ids (N,K) int64, words or ignore_index
+# -> logprob (N,K) fp32, 0 for an ignored slot; target (N,) int64: the likeliest of a row's ids; normalizer (N,2)
+LIB.define(
+    "linear_logprob_of(Tensor hidden, Tensor weight, Tensor ids, Tensor? bias, Tensor? row_temperature=None, *, "
+    "int ignore_index=-100, float temperature=1.0, float softcap=0.0, str backend='auto') "
+    "-> (Tensor logprob, Tensor target, Tensor normalizer)"
+)
+LIB.define(
+    "linear_logprob_of_backward(Tensor d_logprob, Tensor hidden, Tensor weight, Tensor ids, Tensor? bias, "
+    "Tensor? row_temperature, Tensor logprob, Tensor target, Tensor normalizer, int ignore_index, float temperature, "
+    "float softcap, bool[3] mask, str backend) -> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
+)
+# -> word (N,) int64: the lowest id among the row's largest logits; −1 for a row with NaN or +inf. No gradient.
+LIB.define("linear_argmax(Tensor hidden, Tensor weight, Tensor? bias=None, *, str backend='auto') -> Tensor")
 # -> d_hidden (N,D), d_weight (V,D), d_bias (V,)
 LIB.define(
     "linear_logprob_backward(Tensor? d_logprob, Tensor? d_entropy, Tensor? d_lse, Tensor hidden, Tensor weight, "

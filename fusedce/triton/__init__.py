@@ -1,10 +1,13 @@
 """The Triton backend: one function per op, with the signatures of `fusedce.eager`."""
 
 from fusedce.triton.linear_ce import (
+    linear_argmax,
     linear_ce_sum_backward,
     linear_fused,
     linear_logprob,
     linear_logprob_backward,
+    linear_logprob_of,
+    linear_logprob_of_backward,
     linear_parts,
 )
 from fusedce.triton.moe import (
@@ -22,10 +25,13 @@ from fusedce.triton.moe import (
 )
 
 __all__ = [
+    "linear_argmax",
     "linear_ce_sum_backward",
     "linear_fused",
     "linear_logprob",
     "linear_logprob_backward",
+    "linear_logprob_of",
+    "linear_logprob_of_backward",
     "linear_parts",
     "moe_balance",
     "moe_balance_backward",

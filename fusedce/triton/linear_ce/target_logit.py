@@ -1,4 +1,4 @@
-"""Each row's raw logit of its target: one dot product of D numbers a row."""
+"""Each row's raw logit of its target, or of several words that it names: one dot product of D numbers a word."""
 
 import torch
 import triton
@@ -21,6 +21,7 @@ def target_logit_kernel(
     target_ptr,
     out_ptr,
     num_rows,
+    slots,
     vocab,
     depth,
     hidden_stride,
@@ -32,17 +33,18 @@ def target_logit_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program owns BLOCK_N rows: reads D numbers of hidden and of the target's word each, writes one fp32 number:
-    +inf where the target is to be ignored, NaN where it is outside the vocabulary.
+    """One program owns BLOCK_N targets, of which every `slots` belong to one row of hidden: reads D numbers of hidden
+    and of the target's word each, writes one fp32 number: +inf where the target is to be ignored, NaN where it is
+    outside the vocabulary. num_rows: the number of targets.
 
     Offsets are int64: rows × D and words × D may pass 2³¹.
     """
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < num_rows
     target = tl.load(target_ptr + offs_n, mask=mask_n, other=ignore_index)
     inside = (target >= 0) & (target < vocab)
     word = tl.where(inside, target, 0)
-    hidden_ptrs = hidden_ptr + offs_n.to(tl.int64)[:, None] * hidden_stride
+    hidden_ptrs = hidden_ptr + (offs_n // slots)[:, None] * hidden_stride
     weight_ptrs = weight_ptr + word[:, None] * weight_stride
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for start in range(0, depth, BLOCK_D):
@@ -68,7 +70,7 @@ def signature(dtype: str, tile: GemmTile | None = None) -> dict[str, str]:
         **dict.fromkeys(("hidden_ptr", "weight_ptr", "bias_ptr"), f"*{dtype}"),
         "target_ptr": "*i64",
         "out_ptr": "*fp32",
-        **dict.fromkeys(("num_rows", "vocab", "depth", "hidden_stride", "weight_stride"), "i32"),
+        **dict.fromkeys(("num_rows", "slots", "vocab", "depth", "hidden_stride", "weight_stride"), "i32"),
         "softcap": "fp32",
         "ignore_index": "i32",
         **dict.fromkeys(constexprs(), "constexpr"),
@@ -80,14 +82,16 @@ def constexprs(tile: GemmTile | None = None, has_bias: bool = True, has_softcap:
     return {"HAS_BIAS": has_bias, "HAS_SOFTCAP": has_softcap, "BLOCK_N": BLOCK_N, "BLOCK_D": BLOCK_D}
 
 
-def target_logit(target: Tensor, run: Head) -> Tensor:
-    """(N,) fp32: the raw logit of each row's target; +inf for rows that take no part, NaN for a label out of range."""
+def target_logit(target: Tensor, run: Head, slots: int = 1) -> Tensor:
+    """(N·slots,) fp32: the raw logit of each target, `slots` of them a row of hidden; +inf for those that take no part,
+    NaN for a label out of range."""
     hidden, weight, bias, options = run.hidden, run.weight, run.bias, run.options
-    out = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-    if hidden.shape[0]:
+    num_targets = target.shape[0]
+    out = hidden.new_empty(num_targets, dtype=torch.float32)
+    if num_targets:
         with torch.cuda.device_of(hidden):
-            KERNEL[(triton.cdiv(hidden.shape[0], BLOCK_N),)](
-                hidden, weight, weight if bias is None else bias, target, out, *hidden.shape[:1], *weight.shape,
+            KERNEL[(triton.cdiv(num_targets, BLOCK_N),)](
+                hidden, weight, weight if bias is None else bias, target, out, num_targets, slots, *weight.shape,
                 hidden.stride(0), weight.stride(0), options.softcap, options.ignore_index,
                 **constexprs(None, bias is not None, options.softcap != 0.0), **ROW_LAUNCH,
             )  # fmt: skip

@@ -8,6 +8,7 @@ from fusedce.eager.linear_ce import (
     linear_logprob_backward,
     linear_parts,
 )
+from fusedce.eager.linear_sparse import linear_logprob_sparse, linear_logprob_sparse_backward
 from fusedce.eager.moe import (
     moe_combine,
     moe_dispatch,
@@ -23,6 +24,8 @@ __all__ = [
     "linear_fused",
     "linear_logprob",
     "linear_logprob_backward",
+    "linear_logprob_sparse",
+    "linear_logprob_sparse_backward",
     "linear_parts",
     "moe_combine",
     "moe_dispatch",

@@ -1,6 +1,6 @@
 """The ops: schemas, fakes, autograd and the choice of a backend. Importing this registers them with torch."""
 
-from fusedce.ops import linear_ce, linear_logprob, moe, schema
+from fusedce.ops import linear_ce, linear_logprob, linear_sparse, moe, schema
 from fusedce.ops.registry import Choice, choose, explain
 
-__all__ = ["Choice", "choose", "explain", "linear_ce", "linear_logprob", "moe", "schema"]
+__all__ = ["Choice", "choose", "explain", "linear_ce", "linear_logprob", "linear_sparse", "moe", "schema"]

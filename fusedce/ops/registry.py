@@ -18,6 +18,7 @@ PACKAGES = {"eager": "fusedce.eager", "triton": "fusedce.triton", "native": "fus
 OPS = (
     "linear_logprob",
     "linear_ce_sum",
+    "linear_logprob_sparse",
     "linear_parts",
     "moe_route",
     "moe_plan",

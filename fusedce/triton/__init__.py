@@ -7,6 +7,7 @@ from fusedce.triton.linear_ce import (
     linear_logprob_backward,
     linear_parts,
 )
+from fusedce.triton.linear_sparse import linear_logprob_sparse, linear_logprob_sparse_backward
 from fusedce.triton.moe import (
     moe_combine,
     moe_dispatch,
@@ -22,6 +23,8 @@ __all__ = [
     "linear_fused",
     "linear_logprob",
     "linear_logprob_backward",
+    "linear_logprob_sparse",
+    "linear_logprob_sparse_backward",
     "linear_parts",
     "moe_combine",
     "moe_dispatch",

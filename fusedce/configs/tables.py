@@ -28,6 +28,7 @@ _SM_90 = {
     "linear_ce_d_weight": _HEAD,
     # Rows are gathered, by pointers.
     "linear_ce_pairs": _GEMM,
+    "linear_ce_pairs_options": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
     "linear_ce_pair_weight": _GEMM,
     "moe_gate_up": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
     "moe_rows": _GEMM,

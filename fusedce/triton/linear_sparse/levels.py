@@ -51,7 +51,7 @@ def levels_kernel(
             mass_ptr, row_ptr, tile[:, None], offs_n[None, :], mask, mass_stride, HAS_ENTROPY, WORD_TILE
         )
         is_own = own_tile[None, :] == tile[:, None]
-        for index in tl.static_range(LEVELS):
+        for index in range(LEVELS):
             level = tl.load(level_ptr + index)
             worked = mask & ((bound >= level) | is_own)
             lost += tl.where(offs_l == index, tl.sum(tl.sum(tl.where(worked, 0.0, bound), 0), 0), 0.0)

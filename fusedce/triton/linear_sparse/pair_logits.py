@@ -11,8 +11,9 @@ from fusedce.configs import GemmTile, tile_for
 from fusedce.triton.common import dot, launch_options, round_to
 from fusedce.triton.linear_ce.backward import d_raw_tile
 from fusedce.triton.linear_ce.logits import capped
+from fusedce.triton.linear_sparse.dense import Problem
 
-STAGE = "linear_ce_pairs"
+STAGE, STAGE_WITH_OPTIONS = "linear_ce_pairs", "linear_ce_pairs_options"
 
 
 @triton.jit
@@ -136,18 +137,23 @@ def block_table(offsets: Tensor, capacity: int, block_p: int) -> Tensor:
 
 
 def pair_logits(
-    problem: "Problem", table: Tensor, pair_row: Tensor, word_threshold: Tensor, out: Tensor, words: Tensor
-) -> None:
-    """Fill out (pairs, WORD_TILE) and words (pairs, word blocks) int32 for the pairs of `table`."""
+    problem: Problem, offsets: Tensor, pair_row: Tensor, word_threshold: Tensor, out: Tensor
+) -> Tensor:
+    """Fill out (pairs, WORD_TILE); returns (1,) int64, how many of its words are from the word threshold on.
+
+    offsets: (tiles + 1,) int32, where each tile's pairs begin; pair_row: (pairs,) int32, the row of each.
+    """
     hidden, weight, options = problem.hidden, problem.weight, problem.options
     machine = arch.of_device(hidden.device)
-    tile = tile_for(STAGE, machine, hidden.element_size())
-    if table.shape[1]:
-        with torch.cuda.device_of(hidden):
-            KERNEL[(table.shape[1], WORD_TILE // tile.block_n)](
-                hidden, weight, weight if problem.bias is None else problem.bias, problem.target, problem.numbers,
-                table, pair_row, word_threshold, out, words, table.shape[1], *weight.shape, hidden.stride(0),
-                weight.stride(0), options.softcap,
-                **constexprs(tile, problem.bias is not None, options.softcap != 0.0, problem.has_entropy),
-                **launch_options(tile, machine),
-            )  # fmt: skip
+    has_bias, has_softcap = problem.bias is not None, options.softcap != 0.0
+    tile = tile_for((STAGE, STAGE_WITH_OPTIONS)[has_bias or has_softcap], machine, hidden.element_size())
+    table = block_table(offsets, out.shape[0], tile.block_m)
+    words = pair_row.new_zeros((out.shape[0], WORD_TILE // tile.block_n))
+    with torch.cuda.device_of(hidden):
+        KERNEL[(table.shape[1], WORD_TILE // tile.block_n)](
+            hidden, weight, weight if problem.bias is None else problem.bias, problem.target, problem.numbers,
+            table, pair_row, word_threshold, out, words, table.shape[1], *weight.shape, hidden.stride(0),
+            weight.stride(0), options.softcap,
+            **constexprs(tile, has_bias, has_softcap, problem.has_entropy), **launch_options(tile, machine),
+        )  # fmt: skip
+    return words.sum(dtype=torch.int64)[None]

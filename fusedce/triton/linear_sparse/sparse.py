@@ -3,16 +3,15 @@
 import torch
 from torch import Tensor
 
-from fusedce import arch, budget
+from fusedce import budget
 from fusedce.budget import WORD_TILE
-from fusedce.configs import tile_for
-from fusedce.triton.linear_sparse import pair_logits as logits
 from fusedce.triton.linear_sparse.d_bias import d_bias
 from fusedce.triton.linear_sparse.dense import Problem
 from fusedce.triton.linear_sparse.levels import below_levels
 from fusedce.triton.linear_sparse.pair_count import pair_counts
 from fusedce.triton.linear_sparse.pair_fill import fill_pairs
 from fusedce.triton.linear_sparse.pair_hidden import pair_hidden
+from fusedce.triton.linear_sparse.pair_logits import pair_logits
 from fusedce.triton.linear_sparse.pair_weight import pair_weight
 
 
@@ -36,11 +35,10 @@ def sparse_gradients(
     lists = _Lists(problem, mass, own_tile, threshold, capacity)
     pairs = buffer.view(-1)[: capacity * WORD_TILE].view(capacity, WORD_TILE)
     word_threshold = budget.word_threshold(half, decision.num_pairs)
-    tile = tile_for(logits.STAGE, arch.of_device(buffer.device), buffer.element_size())
-    words = lists.pair_row.new_zeros((capacity, WORD_TILE // tile.block_n))
-    table = logits.block_table(lists.offsets, capacity, tile.block_m)
-    logits.pair_logits(problem, table, lists.pair_row, word_threshold, pairs, words)
-    accepted = decision.accepted & budget.few_words(words.sum(dtype=torch.int64)[None], num_live)
+    num_words = pair_logits(problem, lists.offsets, lists.pair_row, word_threshold, pairs)
+    accepted = decision.accepted
+    if problem.d_hidden.numel():
+        accepted = accepted & budget.few_words(num_words, num_live)
     on = torch.where(accepted, 0, -1).int()
     lost = decision.lost
     if problem.d_hidden.numel():

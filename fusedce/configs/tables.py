@@ -2,9 +2,12 @@
 
 Stages: linear_ce_fwd (logits tile, its sums), linear_ce_seeded (its exponentials, for the loss with gradients in one
 pass), linear_ce_dlogits (its gradient), all again with a bias or a softcap, for which the wide tile has no registers
-left (a lane would hold the bias of 64 words); moe_gate_up (two accumulators), moe_rows (down projection and d_hidden),
+left (a lane would hold the bias of 64 words); linear_ce_d_hidden and linear_ce_d_weight (products over as many rows as
+the device says), linear_ce_pairs and linear_ce_pair_weight (over gathered rows); moe_gate_up (two accumulators), moe_rows (down projection and d_hidden),
 moe_act_bwd (gradient of the activation), moe_wgrad (weights).
 """
+
+from dataclasses import replace
 
 from fusedce.arch import Arch
 from fusedce.configs.tiles import GemmTile
@@ -20,6 +23,13 @@ _SM_90 = {
     "linear_ce_seeded_options": _HEAD_OPTIONS,
     "linear_ce_dlogits": _HEAD,
     "linear_ce_dlogits_options": _HEAD_OPTIONS,
+    # Adds to fp32 in quarters of the tile.
+    "linear_ce_d_hidden": GemmTile(128, 256, 64, num_warps=8, num_stages=3, group_m=16, tma=True, staged_bytes=1),
+    "linear_ce_d_weight": _HEAD,
+    # Rows are gathered, by pointers.
+    "linear_ce_pairs": _GEMM,
+    "linear_ce_pairs_options": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
+    "linear_ce_pair_weight": _GEMM,
     "moe_gate_up": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
     "moe_rows": _GEMM,
     # SwiGLU's backward holds five tiles at once: twice as wide spills.
@@ -47,6 +57,8 @@ TABLES = {
 _FP32 = GemmTile(64, 64, 32, num_warps=8, num_stages=2)
 
 
-def tile_for(stage: str, arch: Arch, itemsize: int) -> GemmTile:
-    """The tile of a stage. itemsize: bytes of an operand's element (2 for bf16 and fp16, 4 for fp32)."""
-    return TABLES[arch.name][stage] if itemsize == 2 else _FP32
+def tile_for(stage: str, arch: Arch, itemsize: int, by_tma: bool = True) -> GemmTile:
+    """The tile of a stage. itemsize: bytes of an operand's element (2 for bf16 and fp16, 4 for fp32). by_tma: whether
+    descriptors can reach the operands; without them a tile is not persistent either."""
+    tile = TABLES[arch.name][stage] if itemsize == 2 else _FP32
+    return replace(tile, tma=tile.tma and by_tma)

@@ -9,6 +9,7 @@ from fusedce.eager.linear_ce import (
     linear_logprob_backward,
     linear_parts,
 )
+from fusedce.eager.linear_sparse import linear_logprob_sparse, linear_logprob_sparse_backward
 from fusedce.eager.moe import moe_combine, moe_dispatch, moe_experts, moe_experts_backward
 from fusedce.eager.moe_route import (
     moe_balance,
@@ -29,6 +30,8 @@ __all__ = [
     "linear_logprob_backward",
     "linear_logprob_of",
     "linear_logprob_of_backward",
+    "linear_logprob_sparse",
+    "linear_logprob_sparse_backward",
     "linear_parts",
     "moe_balance",
     "moe_balance_backward",

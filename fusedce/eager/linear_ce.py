@@ -1,5 +1,7 @@
 """Linear cross-entropy in plain torch, a chunk of rows at a time: never more than chunk × V logits."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -71,13 +73,41 @@ def linear_logprob_backward(
     """d_hidden, d_weight, d_bias by the formula of `fusedce.rows`."""
     gradient = row_gradient(upstream, logprob, entropy, target, options)
     sums = _Gradients(hidden, weight, mask, _accumulate_dtype(hidden))
-    for start, stop in _chunks(hidden, weight, sums.dtype):
-        raw, slope = _raw_logits(hidden[start:stop], weight, bias, options, sums.dtype)
-        rows, of_rows = slice(start, stop), options.of_rows(start, stop)
-        part = gradient.of_rows(start, stop)
-        d_raw = _d_raw(raw, slope, part, entropy[rows], normalizer[rows], target[rows], of_rows)
+    for start, stop, d_raw in d_raw_chunks(gradient, hidden, weight, target, bias, entropy, normalizer, options):
         sums.add(start, stop, d_raw, target, options)
     return sums.result()
+
+
+def d_raw_chunks(
+    gradient: RowGradient,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    entropy: Tensor,
+    normalizer: Tensor,
+    options: LogitOptions,
+) -> Iterator[tuple[int, int, Tensor]]:
+    """start, stop and the gradient of the loss in the plain logits of these rows, (rows, V)."""
+    dtype = _accumulate_dtype(hidden)
+    for start, stop in _chunks(hidden, weight, dtype):
+        raw, slope = _raw_logits(hidden[start:stop], weight, bias, options, dtype)
+        rows, of_rows = slice(start, stop), options.of_rows(start, stop)
+        part = gradient.of_rows(start, stop)
+        yield start, stop, _d_raw(raw, slope, part, entropy[rows], normalizer[rows], target[rows], of_rows)
+
+
+def prob_chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, normalizer: Tensor, options: LogitOptions
+) -> Iterator[tuple[int, int, Tensor]]:
+    """start, stop and the probability of every word in these rows, (rows, V); 0 in rows that take no part."""
+    dtype = _accumulate_dtype(hidden)
+    for start, stop in _chunks(hidden, weight, dtype):
+        raw, _ = _raw_logits(hidden[start:stop], weight, bias, options, dtype)
+        part = normalizer[start:stop]
+        probs = ((raw - part[:, :1]) * _row_slope(options.of_rows(start, stop), raw) - part[:, 1:]).exp()
+        # Selected: an ignored row may hold NaN.
+        yield start, stop, torch.where(part[:, :1] == torch.inf, 0.0, probs)
 
 
 def linear_fused(

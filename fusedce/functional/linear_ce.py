@@ -1,6 +1,6 @@
 """Linear cross-entropy and per-token log-prob: check, flatten, one op call, reduce."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ def linear_logprob(
     ignore_index: int = -100,
     vocab_size: int | None = None,
     with_entropy: bool = True,
+    gradient_budget: float | None = None,
+    certificate: Tensor | None = None,
     check: str = "auto",
     backend: str = "auto",
 ) -> LogProb:
@@ -51,6 +53,14 @@ def linear_logprob(
             backend may leave their work out.
         vocab_size: how many rows of weight are words; those after them are padding and take no part. None: all V.
         with_entropy: False leaves the entropy out, and with it its share of the forward.
+        gradient_budget: None, or what the backward may leave out. 0: the rows whose upstream gradient is exactly 0,
+            which changes no gradient; n rows that have one cost 3·2·n·D·V FLOP. δ above 0 (2⁻¹⁰ is a good one): also
+            words that hold little probability, together at most δ·Σ|g|·2·(1 − p_target) of the gradient in the logits,
+            g being the gradient of the log-prob; where that would save nothing, nothing is left out
+            (docs/linear_ce.md has the bound on each gradient, and its proof).
+        certificate: a (4,) fp32 tensor that requires grad, on hidden's device, or None; its value is not read. Each
+            backward adds to its .grad, without a sync: the gradient left out, at most; Σ|g|·2·(1 − p_target), which it
+            is a share of; 1 if any was left out, 0 if that was refused; and 1.
         check: what happens to a target out of range. On a CPU: ValueError at once. On a GPU "auto" makes the row NaN
             and raises at a later call or in `fusedce.check_flags()`, without a sync; "sync" waits for the GPU and
             raises here.
@@ -66,29 +76,52 @@ def linear_logprob(
 
     Memory: forward 24·N bytes and at most 64 MiB of partial sums; backward beside the gradients one chunk of d_logits,
     at most FUSEDCE_WORKSPACE_MB (default 768 MiB, or weight's bytes where that is more), and 4·V·D bytes for d_weight
-    in fp32. Work: 2·N·D·V FLOP forward, three times that backward. Deterministic: the same inputs give the same bits,
-    forward and backward.
+    in fp32. Work: 2·N·D·V FLOP forward, three times that backward. With a gradient_budget above 0, N·V/128 bytes more
+    from forward to backward; with any, on Triton, in the backward a chunk of d_logits with a copy of hidden within
+    FUSEDCE_WORKSPACE_MB (or half of that and the copy), and 4·N·D bytes for d_hidden in fp32. Deterministic: the same
+    inputs give the same bits, forward and backward.
     """
     op = "linear_logprob"
     hidden, weight, bias = head_operands(op, ("hidden", "weight", "bias"), hidden, weight, target, bias, vocab_size)
     check_options(op, softcap, ignore_index, check)
     scalar, rows = row_temperature(op, temperature, target)
-    logprob, entropy, lse, _ = torch.ops.fusedce.linear_logprob(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        target.reshape(-1),
-        bias,
-        kept_temperature(rows, target, ignore_index),
-        ignore_index=ignore_index,
-        temperature=scalar,
-        softcap=float(softcap or 0.0),
-        with_entropy=with_entropy,
-        backend=backend,
-    )
+    _check_budget(op, gradient_budget, certificate, hidden.device)
+    operands = (hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias)
+    rows = kept_temperature(rows, target, ignore_index)
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "temperature": scalar,
+        "softcap": float(softcap or 0.0),
+        "with_entropy": with_entropy,
+        "backend": backend,
+    }
+    if gradient_budget is None:
+        logprob, entropy, lse, _ = torch.ops.fusedce.linear_logprob(*operands, rows, **options)
+    else:
+        logprob, entropy, lse, _, _ = torch.ops.fusedce.linear_logprob_sparse(
+            *operands, rows, certificate, gradient_budget=float(gradient_budget), **options
+        )
     if check == "sync":
         flags.check_flags()
     shape = target.shape
     return LogProb(logprob.reshape(shape), entropy.reshape(shape) if with_entropy else None, lse.reshape(shape))
+
+
+def _check_budget(op: str, budget: float | None, certificate: Tensor | None, device: torch.device) -> None:
+    if budget is not None:
+        if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+            kind = checks.describe(budget)
+            raise TypeError(f"fusedce.{op}: argument 'gradient_budget' has {kind}; expected a number or None")
+        if not 0.0 <= budget < 1.0:
+            raise ValueError(f"fusedce.{op}: argument 'gradient_budget' is {budget}; expected from 0 to below 1")
+    if certificate is None:
+        return
+    if budget is None:
+        raise ValueError(f"fusedce.{op}: argument 'certificate' needs a gradient_budget")
+    checks.tensor(op, "certificate", certificate, (torch.float32,))
+    checks.shape(op, "certificate", certificate, (4,), "(4,)")
+    if certificate.device != device:
+        raise ValueError(f"fusedce.{op}: argument 'certificate' is on {certificate.device}; expected {device}")
 
 
 def linear_cross_entropy(

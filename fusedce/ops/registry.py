@@ -18,6 +18,7 @@ PACKAGES = {"eager": "fusedce.eager", "triton": "fusedce.triton", "native": "fus
 OPS = (
     "linear_logprob",
     "linear_ce_sum",
+    "linear_logprob_sparse",
     "linear_parts",
     "linear_argmax",
     "linear_logprob_of",

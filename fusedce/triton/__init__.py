@@ -10,6 +10,7 @@ from fusedce.triton.linear_ce import (
     linear_logprob_of_backward,
     linear_parts,
 )
+from fusedce.triton.linear_sparse import linear_logprob_sparse, linear_logprob_sparse_backward
 from fusedce.triton.moe import (
     moe_balance,
     moe_balance_backward,
@@ -32,6 +33,8 @@ __all__ = [
     "linear_logprob_backward",
     "linear_logprob_of",
     "linear_logprob_of_backward",
+    "linear_logprob_sparse",
+    "linear_logprob_sparse_backward",
     "linear_parts",
     "moe_balance",
     "moe_balance_backward",

@@ -23,12 +23,53 @@ STAGE, STAGE_WITH_OPTIONS = "linear_ce_dlogits", "linear_ce_dlogits_options"
 
 
 @triton.jit
+def d_raw_tile(
+    raw,
+    row_ptr,
+    offs_n,
+    mask_n,
+    target,
+    block_v,
+    vocab,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """The gradient of the loss in the plain logits of rows offs_n and word block block_v, from their raw ones; 0 where
+    mask_n is not set and raw is finite."""
+    row_ptrs = row_ptr + 8 * offs_n
+    slope = tl.load(row_ptrs, mask=mask_n, other=0.0)
+    row_max = tl.load(row_ptrs + 1, mask=mask_n, other=0.0)
+    log_sum = tl.load(row_ptrs + 2, mask=mask_n, other=0.0)
+    on_probs = tl.load(row_ptrs + 3, mask=mask_n, other=0.0)
+    on_target = tl.load(row_ptrs + 4, mask=mask_n, other=0.0)
+    log_probs = (raw - row_max[:, None]) * slope[:, None] - log_sum[:, None]
+    probs = tl.exp2(log_probs)
+    if HAS_ENTROPY:
+        on_surprise = tl.load(row_ptrs + 5, mask=mask_n, other=0.0)
+        entropy = tl.load(row_ptrs + 6, mask=mask_n, other=0.0)
+        # 2^−200 is 0 in fp32, and 0 · (−200) is 0 where 0 · (−inf) is not.
+        surprise = tl.maximum(log_probs, -200.0) + entropy[:, None]
+        d_raw = probs * (on_probs[:, None] - on_surprise[:, None] * surprise)
+    else:
+        d_raw = probs * on_probs[:, None]
+    column = tl.where((target >= 0) & (target < vocab), target, -1).to(tl.int32)
+    offs_v = block_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    d_raw = tl.where(offs_v[None, :] == column[:, None], on_target[:, None], d_raw)
+    if HAS_SOFTCAP:
+        d_raw *= cap_slope(raw, softcap)
+    return d_raw
+
+
+@triton.jit
 def d_logits_bwd_kernel(
     hidden,
     weight,
     bias_ptr,
     target_ptr,
     row_ptr,
+    count_ptr,
     out,
     num_rows,
     vocab,
@@ -40,6 +81,7 @@ def d_logits_bwd_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
+    COUNTED: tl.constexpr,
     EVEN_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -50,9 +92,12 @@ def d_logits_bwd_kernel(
     """A program takes one BLOCK_N × BLOCK_V tile after another and writes its gradient of the loss.
 
     row_ptr: (num_rows, 8) fp32: slope2, maximum, log₂ Σ, on_probs, on_target, on_surprise, H·log₂e (see
-    `fusedce.rows`). Writes each element once; reads both operands of the tile from L2. Offsets into the chunk are
-    int64: rows × V may pass 2³¹.
+    `fusedce.rows`). COUNTED: only the first *count_ptr rows; the tile that they end in is written to its end.
+    Writes each element once; reads both operands of the tile from L2. Offsets into the chunk are int64: rows × V may
+    pass 2³¹.
     """
+    if COUNTED:
+        num_rows = tl.load(count_ptr)
     num_n = tl.cdiv(num_rows, BLOCK_N)
     num_v = tl.cdiv(vocab, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_n * num_v, tl.num_programs(0), flatten=DESCRIPTORS):
@@ -64,34 +109,16 @@ def d_logits_bwd_kernel(
         offs_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = offs_n < num_rows
         target = tl.load(target_ptr + offs_n, mask=mask_n, other=-1)
-        row_ptrs = row_ptr + 8 * offs_n
-        slope = tl.load(row_ptrs, mask=mask_n, other=0.0)
-        row_max = tl.load(row_ptrs + 1, mask=mask_n, other=0.0)
-        log_sum = tl.load(row_ptrs + 2, mask=mask_n, other=0.0)
-        on_probs = tl.load(row_ptrs + 3, mask=mask_n, other=0.0)
-        on_target = tl.load(row_ptrs + 4, mask=mask_n, other=0.0)
-        log_probs = (raw - row_max[:, None]) * slope[:, None] - log_sum[:, None]
-        probs = tl.exp2(log_probs)
-        if HAS_ENTROPY:
-            on_surprise = tl.load(row_ptrs + 5, mask=mask_n, other=0.0)
-            entropy = tl.load(row_ptrs + 6, mask=mask_n, other=0.0)
-            # 2^−200 is 0 in fp32, and 0 · (−200) is 0 where 0 · (−inf) is not.
-            surprise = tl.maximum(log_probs, -200.0) + entropy[:, None]
-            d_raw = probs * (on_probs[:, None] - on_surprise[:, None] * surprise)
-        else:
-            d_raw = probs * on_probs[:, None]
-        column = tl.where((target >= 0) & (target < vocab), target, -1).to(tl.int32)
-        offs_v = block_v * BLOCK_V + tl.arange(0, BLOCK_V)
-        d_raw = tl.where(offs_v[None, :] == column[:, None], on_target[:, None], d_raw)
-        if HAS_SOFTCAP:
-            d_raw *= cap_slope(raw, softcap)
+        d_raw = d_raw_tile(
+            raw, row_ptr, offs_n, mask_n, target, block_v, vocab, softcap, HAS_SOFTCAP, HAS_ENTROPY, BLOCK_V
+        )
         if DESCRIPTORS:
             out.store([block_n * BLOCK_N, block_v * BLOCK_V], round_to(d_raw, out.dtype))
         else:
             # The tile's corner in int64; inside it 32 bits do, and leave registers to the accumulators.
             corner = out + block_n.to(tl.int64) * BLOCK_N * out_stride + block_v * BLOCK_V
             out_ptrs = corner + tl.arange(0, BLOCK_N)[:, None] * out_stride + tl.arange(0, BLOCK_V)[None, :]
-            mask = mask_n[:, None] & (offs_v < vocab)[None, :]
+            mask = mask_n[:, None] & (block_v * BLOCK_V + tl.arange(0, BLOCK_V) < vocab)[None, :]
             tl.store(out_ptrs, round_to(d_raw, out.dtype.element_ty), mask=mask)
 
 
@@ -104,6 +131,7 @@ def signature(dtype: str, tile: GemmTile) -> dict[str, str]:
         **operand_types(dtype, tile),
         "target_ptr": "*i64",
         "row_ptr": "*fp32",
+        "count_ptr": "*i32",
         "out": f"tensordesc<{dtype}[{tile.block_m}, {tile.block_n}]>" if tile.tma else f"*{dtype}",
         "out_stride": "i32",
         **dict.fromkeys(constexprs(tile), "constexpr"),
@@ -111,10 +139,15 @@ def signature(dtype: str, tile: GemmTile) -> dict[str, str]:
 
 
 def constexprs(
-    tile: GemmTile, depth: int = 0, has_bias: bool = True, has_softcap: bool = True, has_entropy: bool = True
+    tile: GemmTile,
+    depth: int = 0,
+    has_bias: bool = True,
+    has_softcap: bool = True,
+    has_entropy: bool = True,
+    counted: bool = True,
 ) -> dict[str, int]:
     """The kernel's sizes and switches for a tile and D."""
-    return constants(tile, depth, has_bias, has_softcap) | {"HAS_ENTROPY": has_entropy}
+    return constants(tile, depth, has_bias, has_softcap) | {"HAS_ENTROPY": has_entropy, "COUNTED": counted}
 
 
 def linear_logprob_backward(
@@ -157,12 +190,13 @@ def launch_d_logits(
     options: LogitOptions,
     has_entropy: bool,
     out: Tensor,
+    count: Tensor | None = None,
 ) -> None:
-    """Fill out (rows, V)."""
+    """Fill out (rows, V); with a count (1,) int32 only that many rows."""
     run = head((STAGE, STAGE_WITH_OPTIONS), rows, weight, bias, options, out)
     with torch.cuda.device_of(rows):
         KERNEL[run.grid()](
-            *run.arguments(), target, numbers, operand(out, run.tile, (run.tile.block_m, run.tile.block_n)),
+            *run.arguments(), target, numbers, target if count is None else count, operand(out, run.tile, (run.tile.block_m, run.tile.block_n)),
             *run.sizes(), out.stride(0),
-            **run.constants(), HAS_ENTROPY=has_entropy, **run.launch(),
+            **run.constants(), HAS_ENTROPY=has_entropy, COUNTED=count is not None, **run.launch(),
         )  # fmt: skip

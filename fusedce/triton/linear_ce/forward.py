@@ -21,6 +21,7 @@ from fusedce.triton.linear_ce.logits import (
     words_but_target,
 )
 from fusedce.triton.linear_ce.target_logit import target_logit
+from fusedce.triton.linear_ce.tile_mass import tile_mass
 
 STAGE, STAGE_WITH_OPTIONS = "linear_ce_fwd", "linear_ce_fwd_options"
 # Partial sums of one launch: enough rows for every SM many times over, and small beside the model.
@@ -96,6 +97,19 @@ def linear_logprob(
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logprob, entropy, lse (N,) and normalizer (N,2), fp32. See `fusedce.eager.linear_ce` for the formula."""
+    return results_and_mass(hidden, weight, target, bias, options, with_entropy, None)
+
+
+def results_and_mass(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    options: LogitOptions,
+    with_entropy: bool,
+    mass: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, and mass (tiles of words, N) filled, if there is one: see `tile_mass`."""
     hidden, weight, target = unit_rows(hidden), unit_rows(weight), target.contiguous()
     num_rows = hidden.shape[0]
     slopes = row_slopes(options, num_rows, hidden)
@@ -111,6 +125,8 @@ def linear_logprob(
             partial, raw_target[rows], target[rows], slopes[rows], options.ignore_index,
             logprob[rows], entropy[rows], lse[rows], normalizer[rows],
         )  # fmt: skip
+        if mass is not None:
+            tile_mass(partial, slopes[rows], normalizer[rows], whole.tile.block_n, mass[:, rows])
     return logprob, entropy, lse, normalizer
 
 

@@ -177,6 +177,8 @@ def _ce_sum_backward_fake(
 def _ce_sum_setup(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]
     _, *grads = output
     ctx.mark_non_differentiable(*grads)
+    # Else autograd makes zeros for the gradients of these gradients, d_weight's size among them.
+    ctx.set_materialize_grads(False)
     ctx.mask, ctx.backend = keyword_only_inputs["mask"], keyword_only_inputs["backend"]
     ctx.save_for_backward(*grads)
 
@@ -185,6 +187,8 @@ def _ce_sum_autograd(ctx, d_loss, *_):  # type: ignore[no-untyped-def]
     if torch.is_grad_enabled():
         # create_graph=True: the saved gradients are constants to autograd, which would take their slope for 0.
         raise RuntimeError("fusedce.linear_ce_sum: double backward is not supported")
+    if d_loss is None:
+        return (None,) * 8
     grads = torch.ops.fusedce.linear_ce_sum_backward(d_loss, *ctx.saved_tensors, ctx.backend)
     d_hidden, d_weight, d_bias = given_away(grads, ctx.mask)
     return d_hidden, d_weight, None, d_bias, None, None, None, None

@@ -296,11 +296,14 @@ def _combine_fake(rows: Tensor, row_slot: Tensor, slot_row: Tensor, **_: object)
 def _route_context(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]
     _, index = output
     ctx.mark_non_differentiable(index)
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(inputs[0], index)
     ctx.options = keyword_only_inputs
 
 
 def _route_autograd(ctx, d_weights, _):  # type: ignore[no-untyped-def]
+    if d_weights is None:
+        return None, None
     logits, index = ctx.saved_tensors
     options = ctx.options
     d_logits = torch.ops.fusedce.moe_route_backward(
@@ -312,11 +315,15 @@ def _route_autograd(ctx, d_weights, _):  # type: ignore[no-untyped-def]
 def _experts_context(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]
     _, pre_act = output
     ctx.mark_non_differentiable(pre_act)
+    # Else autograd makes zeros of pre_act's size for the backward: R · 2F elements that nobody reads.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs, pre_act)
     ctx.backend = keyword_only_inputs["backend"]
 
 
 def _experts_autograd(ctx, d_rows, _):  # type: ignore[no-untyped-def]
+    if d_rows is None:
+        return (None,) * 7
     mask = list(ctx.needs_input_grad[:4])
     grads = torch.ops.fusedce.moe_experts_backward(d_rows, *ctx.saved_tensors, mask, ctx.backend)
     return *(grad if wanted else None for grad, wanted in zip(grads, mask, strict=True)), None, None, None

@@ -41,7 +41,7 @@ compile-matrix: setup  ## every Triton kernel for NVIDIA and AMD GPUs that need 
 golden: setup  ## measure the compile matrix anew and write tests/compile/golden.csv
 	$(PY) -m tests.compile.golden
 
-figures:  ## write the README's measured tables from bench/results
+figures:  ## write the README's measured tables and the planner's rates from bench/results
 	$(PYTHON) tools/figures.py
 
 native: setup  ## build the C++ extension in place; fails without nvcc or hipcc

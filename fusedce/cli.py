@@ -1,19 +1,24 @@
-"""The command `fusedce`: explain (which backend runs each op, and why) and train. Each imports only what it needs."""
+"""The command `fusedce`: train, plan, and explain (which backend runs each op, and why). Each imports what it needs."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fusedce.plan.recipe import Answer
 
 USAGE = """usage: fusedce [--version] <command>
 
 commands:
   train [grpo] ...   reinforcement learning on a checkable task (reverse a string); no options needed
   train sft ...      supervised training on text, Python's standard library unless --data says otherwise
+  plan ...           one layout for a model on some GPUs: parallelism, recompute, memory, time, and why
   explain [op]       which backend runs each op on this machine, and why
 
 fusedce <command> --help lists a command's options."""
 
-TRAIN_EXTRA = ("tyro", "rich", "matplotlib", "safetensors")
+TRAIN_EXTRA = ("tyro", "rich", "matplotlib", "safetensors")  # what the extra [train] installs; plan needs some of it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command == "train":
         return _train(rest)
+    if command == "plan":
+        return _plan(rest)
     if command == "explain":
         return _explain(rest)
     if command == "--version":
@@ -53,15 +60,35 @@ def _explain(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _plan(arguments: Sequence[str]) -> int:
+    try:
+        from fusedce.plan.command import main as plan
+
+        return plan(arguments, _measure)
+    except ModuleNotFoundError as error:
+        return _missing("plan", error)
+
+
+def _measure(answer: "Answer") -> "dict[str, Any]":
+    from fusedce.dryrun import measure
+
+    return measure(answer)
+
+
 def _train(arguments: Sequence[str]) -> int:
     try:
         from fusedce.train.run import main as train
     except ModuleNotFoundError as error:
-        if error.name not in TRAIN_EXTRA:
-            raise
-        print(f"fusedce train needs {error.name}: pip install 'fusedce[train]'", file=sys.stderr)
-        return 1
+        return _missing("train", error)
     return train(arguments)
+
+
+def _missing(command: str, error: ModuleNotFoundError) -> int:
+    """One line for a library of the extra that is not there; any other missing module is an error of ours."""
+    if error.name not in TRAIN_EXTRA:
+        raise error
+    print(f"fusedce {command} needs {error.name}: pip install 'fusedce[train]'", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Write the README's measured section from bench/results/*.csv, and nothing else. Standard library only.
+"""Write what the rows of bench/results/*.csv say: the README's measured section, and the times that `fusedce plan`
+counts with (fusedce/plan/measured.csv). Standard library only.
 
-    python tools/figures.py            rewrites README.md
-    python tools/figures.py --check    fails if README.md is not what the rows say
+    python tools/figures.py            rewrites both
+    python tools/figures.py --check    fails if one of them is not what the rows say
 
 A table an op and GPU, a line a case, mode and metric, a column a provider: the median (p50), in the row's unit. Where a
 case was measured more than once, the latest date counts.
@@ -15,6 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+PLAN = ROOT / "fusedce" / "plan" / "measured.csv"
+PLAN_COLUMNS = ("op", "provider", "case", "mode", "p50", "gpu", "commit", "date")
 BEGIN = "<!-- figures: written by `make figures` from bench/results/*.csv -->\n"
 END = "<!-- end of figures -->"
 Row = dict[str, str]
@@ -25,12 +28,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if README.md is out of date")
     check = parser.parse_args().check
-    before = README.read_text(encoding="utf-8")
-    after = with_figures(before, section(read_rows(ROOT / "bench" / "results")))
-    if check and before != after:
-        sys.exit("README.md does not show the rows of bench/results; `make figures` writes them")
-    if not check:
-        README.write_text(after, encoding="utf-8")
+    rows = read_rows(ROOT / "bench" / "results")
+    readme = README.read_text(encoding="utf-8")
+    for path, after in ((README, with_figures(readme, section(rows))), (PLAN, plan_rows(rows))):
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        if check and before != after:
+            sys.exit(f"{path.relative_to(ROOT)} does not show the rows of bench/results; `make figures` writes them")
+        if not check:
+            path.write_text(after, encoding="utf-8")
+
+
+def plan_rows(rows: list[Row]) -> str:
+    """The newest time of each of our own backends, op, case and mode, as CSV."""
+    newest = {
+        (row["op"], row["provider"], row["case"], row["mode"], row["gpu"]): row
+        for row in rows
+        if row["provider"].startswith("fusedce-")
+        and row["metric"] == "time"
+        and row["op"] in ("linear_ce", "moe_experts")
+    }
+    lines = [",".join(row[column] for column in PLAN_COLUMNS) for row in newest.values()]
+    return "\n".join([",".join(PLAN_COLUMNS), *lines]) + "\n"
 
 
 def read_rows(folder: Path) -> list[Row]:

@@ -6,7 +6,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["LogitOptions", "MoEChunks", "MoEPlan", "RouterBalance", "RouterOptions", "Upstream", "UpstreamOf"]
+__all__ = [
+    "ExpertOptions",
+    "LogitOptions",
+    "MoEChunks",
+    "MoEPlan",
+    "RouterBalance",
+    "RouterOptions",
+    "Upstream",
+    "UpstreamOf",
+]
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,25 @@ class Upstream(NamedTuple):
 # (start, stop, logprob, entropy, lse) of a range of rows -> their upstream gradients. The entropy has no elements where
 # it was not asked for.
 UpstreamOf = Callable[[int, int, Tensor, Tensor, Tensor], Upstream]
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """What an expert does between its two projections, and what is kept for the backward.
+
+    activation: one of `fusedce.moe_experts`; limit: of its clamp ("gpt_oss"). interleaved: whether rows 2j and 2j + 1
+    of an expert's gate_up_proj are gate j and up j, not rows j and F + j. save: "pre_activation", or "plan" for
+    nothing but the inputs and the plan.
+    """
+
+    activation: str = "swiglu"
+    limit: float = 7.0
+    interleaved: bool = False
+    save: str = "pre_activation"
+
+    @property
+    def keeps_pre_act(self) -> bool:
+        return self.save == "pre_activation"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,13 @@ from fusedce.configs.tiles import GemmTile
 _GEMM = GemmTile(128, 256, 64, num_warps=8, num_stages=3)
 _HEAD = GemmTile(128, 256, 64, num_warps=8, num_stages=3, group_m=16, tma=True, staged_bytes=2)
 _HEAD_OPTIONS = GemmTile(128, 128, 64, num_warps=8, num_stages=4, group_m=16, tma=True, staged_bytes=2)
+# A handful of rows an expert: the weights stream by, by as many programs as there are columns.
+_FEW = {
+    "moe_gate_up_few": GemmTile(16, 64, 128, num_warps=4, num_stages=4),
+    "moe_rows_few": GemmTile(16, 64, 128, num_warps=4, num_stages=4),
+    "moe_act_bwd_few": GemmTile(16, 64, 128, num_warps=4, num_stages=4),
+    "moe_wgrad_few": GemmTile(64, 128, 16, num_warps=4, num_stages=3),
+}
 _SM_90 = {
     # Writes three numbers a row, so the output's share of shared memory goes to a fourth stage.
     "linear_ce_fwd": GemmTile(128, 256, 64, num_warps=8, num_stages=4, group_m=16, tma=True),
@@ -30,15 +37,16 @@ _SM_90 = {
     "linear_ce_pairs": _GEMM,
     "linear_ce_pairs_options": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
     "linear_ce_pair_weight": _GEMM,
-    "moe_gate_up": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
-    "moe_rows": _GEMM,
-    # SwiGLU's backward holds five tiles at once: twice as wide spills.
-    "moe_act_bwd": GemmTile(128, 64, 64, num_warps=8, num_stages=3),
-    "moe_wgrad": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
+    "moe_gate_up": GemmTile(128, 256, 64, num_warps=8, num_stages=3, tma=True, staged_bytes=2),
+    "moe_rows": GemmTile(128, 256, 64, num_warps=8, num_stages=3, tma=True, staged_bytes=2),
+    # The activation's backward holds five tiles at once: twice as wide spills.
+    "moe_act_bwd": GemmTile(128, 128, 64, num_warps=8, num_stages=4, tma=True, staged_bytes=2),
+    "moe_wgrad": GemmTile(128, 256, 64, num_warps=8, num_stages=3, tma=True, staged_bytes=2),
+    **_FEW,
 }
 _SM_80 = {stage: GemmTile(128, 128, 32, num_warps=8, num_stages=3) for stage in _SM_90} | {
-    stage: GemmTile(128, 64, 32, num_warps=8, num_stages=3) for stage in ("moe_gate_up", "moe_act_bwd")
-}
+    stage: GemmTile(128, 64, 32, num_warps=8, num_stages=3) for stage in ("moe_act_bwd",)
+} | _FEW
 # 128×256×64 at 8 wavefronts is the largest tile without spills once an epilogue is there (bench/notes/amd_tiles.md);
 # two stages are one buffer of LDS for the compiler, and 16×16 MFMA leaves more registers than 32×32.
 _GFX942 = {stage: GemmTile(128, 128, 64, num_warps=8, num_stages=2, matrix_instr=16) for stage in _SM_90}

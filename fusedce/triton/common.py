@@ -43,6 +43,15 @@ def round_to(values, dtype: tl.constexpr):
 
 
 @triton.jit
+def laid_out_as(values, like):
+    """`values`, held by the threads that hold fp32 `like`.
+
+    A select by a condition that is always true, which LLVM knows and Triton, where layouts are chosen, does not.
+    """
+    return tl.where((like.to(tl.int32, bitcast=True) | 1) != 0, values, 0.0)
+
+
+@triton.jit
 def grouped_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
     """(m, n) of tile `pid`: GROUP_M row blocks share one sweep over the columns, so that both operands stay in L2."""
     per_group = GROUP_M * num_n
@@ -88,13 +97,14 @@ def num_programs(num_tiles: int, tile: GemmTile, arch: Arch) -> int:
     return min(num_tiles, arch.num_units) if tile.tma else num_tiles
 
 
-def describable(matrix: Tensor) -> bool:
+def describable(tensor: Tensor) -> bool:
     """Whether the tensor memory accelerator can read and write it: dense rows that start at multiples of 16 bytes."""
-    row_bytes = matrix.stride(0) * matrix.element_size()
-    return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0 and 0 not in matrix.shape
+    *outer, inner = tensor.stride()
+    apart = all(stride > 0 and stride * tensor.element_size() % 16 == 0 for stride in outer)
+    return inner == 1 and apart and tensor.data_ptr() % 16 == 0 and 0 not in tensor.shape
 
 
-def operand(matrix: Tensor, tile: GemmTile, block: tuple[int, int]) -> Tensor | TensorDescriptor:
+def operand(matrix: Tensor, tile: GemmTile, block: tuple[int, ...]) -> Tensor | TensorDescriptor:
     """`matrix` as a kernel takes it: a descriptor of its blocks where the tile says so, else the tensor."""
     return TensorDescriptor.from_tensor(matrix, list(block)) if tile.tma else matrix
 

@@ -1,128 +1,169 @@
-"""The first grouped GEMM: an expert's rows, gathered, times its gate and up projections, SwiGLU in the epilogue."""
+"""The first grouped GEMM: an expert's rows times its gate and up projections, the activation in the epilogue."""
+
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedce import arch
-from fusedce.configs import GemmTile, tile_for
-from fusedce.triton.common import dot, grouped_order, launch_options, round_to, sigmoid, unit_rows
-from fusedce.triton.moe.product import unit_weight, weight_offsets, weight_step
-from fusedce.triton.moe.tile_table import tile_table
+from fusedce.configs import GemmTile
+from fusedce.options import ExpertOptions
+from fusedce.triton.common import describable, grouped_order, launch_options, operand, round_to
+from fusedce.triton.moe.activation import gated
+from fusedce.triton.moe.product import ExpertWeight, expert_product, rows_type, weight_type
+from fusedce.triton.moe.run import Run
+from fusedce.triton.moe.tile_table import RowTiles
 
-STAGE = "moe_gate_up"
+STAGE, STAGE_FEW = "moe_gate_up", "moe_gate_up_few"
 
 
 @triton.jit
 def gate_up_fwd_kernel(
-    hidden_ptr,
-    weight_ptr,
-    row_slot_ptr,
+    left,
+    weight,
+    bias_ptr,
     table_ptr,
+    first_ptr,
     pre_act_ptr,
-    act_ptr,
+    act,
     num_tiles,
     num_experts,
-    top_k,
     ffn,
     depth,
-    hidden_stride,
+    left_stride,
     stride_e,
     stride,
+    act_stride,
+    limit,
+    KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SAVE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     K_CONTIGUOUS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     GROUP_R: tl.constexpr,
 ):
-    """One program owns BLOCK_R rows of one expert and BLOCK_F columns of gate and of up, in two accumulators.
+    """A program takes one tile after another: BLOCK_R padded rows of one expert, BLOCK_N / 2 columns of gate and of up.
 
-    Reads the rows' tokens where they lie in hidden, and both weight tiles, from L2; writes pre_act (R,2F) and act (R,F)
-    once. Rows that serve no slot are written as 0. Row, expert and weight offsets are int64.
+    Reads both operands from L2; writes act (padded rows, F) once and, where SAVE, pre_act (R,2F), gate before up
+    whatever the order in the weight. Rows that serve no slot are written as 0. Row, expert and weight offsets are
+    int64.
     """
-    tile_r, tile_f = grouped_order(tl.program_id(0), num_tiles, tl.cdiv(ffn, BLOCK_F), GROUP_R)
-    expert = tl.load(table_ptr + tile_r)
-    start = tl.load(table_ptr + num_tiles + tile_r)
-    end = tl.load(table_ptr + 2 * num_tiles + tile_r)
-    if start >= end:
-        return
-    offs_r = start + tl.arange(0, BLOCK_R)
-    offs_f = tile_f * BLOCK_F + tl.arange(0, BLOCK_F)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_r = offs_r < end
-    mask_f = offs_f < ffn
-    # No expert, no products: the accumulators stay 0.
-    depth = tl.where(expert < num_experts, depth, 0)
-    # Past the expert's rows token 0 is read, whose products are not stored: one mask less in the loop.
-    token = (tl.load(row_slot_ptr + offs_r, mask=mask_r, other=0) // top_k).to(tl.int64)
-    hidden_ptrs = hidden_ptr + token[:, None] * hidden_stride + offs_d[None, :]
-    gate_ptrs = weight_ptr + expert.to(tl.int64) * stride_e + weight_offsets(offs_f, offs_d, stride, K_CONTIGUOUS)
-    up_ptrs = gate_ptrs + (tl.cast(ffn, tl.int64) * stride if K_CONTIGUOUS else ffn)
-    gate = tl.zeros((BLOCK_R, BLOCK_F), tl.float32)
-    up = tl.zeros((BLOCK_R, BLOCK_F), tl.float32)
-    for begin in range(0, depth, BLOCK_D):
-        mask_d = offs_d < depth - begin
-        hidden = tl.load(hidden_ptrs, mask=mask_d[None, :], other=0.0)
-        mask_w = mask_f[None, :] & mask_d[:, None]
-        gate = dot(hidden, tl.load(gate_ptrs, mask=mask_w, other=0.0), gate)
-        up = dot(hidden, tl.load(up_ptrs, mask=mask_w, other=0.0), up)
-        hidden_ptrs += BLOCK_D
-        gate_ptrs += weight_step(stride, K_CONTIGUOUS, BLOCK_D)
-        up_ptrs += weight_step(stride, K_CONTIGUOUS, BLOCK_D)
-    act = gate * sigmoid(gate) * up
-    mask = mask_r[:, None] & mask_f[None, :]
-    rows = offs_r.to(tl.int64)[:, None]
-    dtype: tl.constexpr = act_ptr.dtype.element_ty
-    pre_act_ptrs = pre_act_ptr + rows * (2 * ffn) + offs_f[None, :]
-    tl.store(pre_act_ptrs, round_to(gate, dtype), mask=mask)
-    tl.store(pre_act_ptrs + ffn, round_to(up, dtype), mask=mask)
-    tl.store(act_ptr + rows * ffn + offs_f[None, :], round_to(act, dtype), mask=mask)
+    BLOCK_F: tl.constexpr = BLOCK_N // 2
+    num_f = tl.cdiv(ffn, BLOCK_F)
+    num_r = tl.load(first_ptr + num_experts + 1)
+    for tile in tl.range(tl.program_id(0), num_r * num_f, tl.num_programs(0), flatten=DESCRIPTORS):
+        tile_r, tile_f = grouped_order(tile, num_r, num_f, GROUP_R)
+        expert = tl.load(table_ptr + tile_r)
+        columns = tl.arange(0, BLOCK_N)
+        if INTERLEAVED:
+            offs_w = tl.minimum(tile_f * BLOCK_N + columns, 2 * ffn - 1)
+        else:
+            offs_w = columns // BLOCK_F * ffn + tl.minimum(tile_f * BLOCK_F + columns % BLOCK_F, ffn - 1)
+        both = expert_product(
+            left, weight, tile_r, tile_f, expert, offs_w,
+            # No expert, no products: the accumulator stays 0. Descriptors read zeros there.
+            depth if DESCRIPTORS else tl.where(expert < num_experts, depth, 0), left_stride, stride_e, stride,
+            K_CONTIGUOUS, not INTERLEAVED, EVEN_K, DESCRIPTORS, BLOCK_R, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        if HAS_BIAS:
+            bias_ptrs = bias_ptr + expert.to(tl.int64) * (2 * ffn) + offs_w
+            both += tl.load(bias_ptrs, mask=expert < num_experts, other=0.0).to(tl.float32)[None, :]
+        if INTERLEAVED:
+            gate, up = both.reshape(BLOCK_R, BLOCK_F, 2).split()
+        else:
+            gate, up = both.reshape(BLOCK_R, 2, BLOCK_F).permute(0, 2, 1).split()
+        rows = tl.load(table_ptr + num_tiles + tile_r) + tl.arange(0, BLOCK_R)
+        mask_r = (rows < tl.load(table_ptr + 2 * num_tiles + tile_r))[:, None]
+        offs_f = tile_f * BLOCK_F + tl.arange(0, BLOCK_F)
+        mask_f = (offs_f < ffn)[None, :]
+        dtype: tl.constexpr = act.dtype if DESCRIPTORS else act.dtype.element_ty
+        if SAVE:
+            pre_act_ptrs = pre_act_ptr + rows.to(tl.int64)[:, None] * (2 * ffn) + offs_f[None, :]
+            tl.store(pre_act_ptrs, round_to(gate, dtype), mask=mask_r & mask_f)
+            tl.store(pre_act_ptrs + ffn, round_to(up, dtype), mask=mask_r & mask_f)
+        values, _, _ = gated(gate, up, limit, KIND, dtype == tl.float32)
+        # A bias, or 0 · inf, would make something of the rows of padding.
+        values = round_to(tl.where(mask_r, values, 0.0), dtype)
+        if DESCRIPTORS:
+            act.store([tile_r * BLOCK_R, tile_f * BLOCK_F], values)
+        else:
+            padded = tile_r.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+            tl.store(act + padded[:, None] * act_stride + offs_f[None, :], values, mask=mask_f)
 
 
 KERNEL = gate_up_fwd_kernel
 
 
-def signature(dtype: str) -> dict[str, str]:
+def signature(dtype: str, tile: GemmTile, interleaved: bool = False, k_contiguous: bool = True) -> dict[str, str]:
     """Triton's type of every argument, with operands of `dtype` ("bf16", "fp16", "fp32")."""
-    sizes = ("num_tiles", "num_experts", "top_k", "ffn", "depth")
+    sizes = ("num_tiles", "num_experts", "ffn", "depth", "left_stride", "stride_e", "stride", "act_stride")
     return {
-        **dict.fromkeys(("hidden_ptr", "weight_ptr"), f"*{dtype}"),
-        **dict.fromkeys(("row_slot_ptr", "table_ptr"), "*i32"),
-        **dict.fromkeys(("pre_act_ptr", "act_ptr"), f"*{dtype}"),
-        **dict.fromkeys((*sizes, "hidden_stride", "stride_e", "stride"), "i32"),
-        **dict.fromkeys(constexprs(GemmTile(1, 1, 1, 1, 1)), "constexpr"),
+        "left": rows_type(dtype, tile, tile.block_k),
+        "weight": weight_type(dtype, tile, k_contiguous, not interleaved),
+        "bias_ptr": f"*{dtype}",
+        **dict.fromkeys(("table_ptr", "first_ptr"), "*i32"),
+        "pre_act_ptr": f"*{dtype}",
+        "act": rows_type(dtype, tile, tile.block_n // 2),
+        **dict.fromkeys(sizes, "i32"),
+        "limit": "fp32",
+        **dict.fromkeys(constexprs(tile), "constexpr"),
     }
 
 
-def constexprs(tile: GemmTile, k_contiguous: int = 1) -> dict[str, int]:
-    """The kernel's sizes for a tile. k_contiguous: 1, or 0 for weights stored as (E,D,2F); those spill some."""
+def constexprs(
+    tile: GemmTile,
+    has_bias: bool = True,
+    save: bool = True,
+    *,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    k_contiguous: bool = True,
+    depth: int = 0,
+) -> dict[str, int | str]:
+    """The kernel's sizes and switches for a tile; depth: D."""
     return {
+        "KIND": activation,
+        "HAS_BIAS": has_bias,
+        "SAVE": save,
+        "INTERLEAVED": interleaved,
         "K_CONTIGUOUS": k_contiguous,
+        "EVEN_K": depth % tile.block_k == 0,
+        "DESCRIPTORS": tile.tma,
         "BLOCK_R": tile.block_m,
-        "BLOCK_F": tile.block_n,
-        "BLOCK_D": tile.block_k,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
         "GROUP_R": tile.group_m,
     }
 
 
 def gate_up(
-    hidden: Tensor, gate_up_proj: Tensor, offsets: Tensor, row_slot: Tensor, top_k: int
+    left: Tensor, gate_up_proj: Tensor, bias: Tensor | None, tiles: RowTiles, run: Run, options: ExpertOptions
 ) -> tuple[Tensor, Tensor]:
-    """pre_act (R,2F) = hidden[row_slot // K] · gate_up_proj[e]ᵀ and act (R,F) = silu(gate) · up."""
-    hidden = unit_rows(hidden)
-    num_rows, (num_experts, ffn2, depth) = row_slot.shape[0], gate_up_proj.shape
-    weight, stride, k_contiguous = unit_weight(gate_up_proj)
-    machine = arch.of_device(hidden.device)
-    tile = tile_for(STAGE, machine, hidden.element_size())
-    table = tile_table(offsets, num_rows, tile.block_m)
-    pre_act, act = hidden.new_empty((num_rows, ffn2)), hidden.new_empty((num_rows, ffn2 // 2))
-    if num_rows:
-        grid = (table.shape[1] * triton.cdiv(ffn2 // 2, tile.block_n),)
-        with torch.cuda.device_of(hidden):
-            KERNEL[grid](
-                hidden, weight, row_slot, table, pre_act, act, table.shape[1], num_experts, top_k, ffn2 // 2, depth,
-                hidden.stride(0), weight.stride(0), stride,
-                **constexprs(tile, k_contiguous), **launch_options(tile, machine),
+    """act (padded rows, F) and pre_act (R,2F), or (0,2F) where it is not kept, of padded rows `left` (·,D)."""
+    ffn, depth = gate_up_proj.shape[1] // 2, left.shape[1]
+    weight = ExpertWeight.of(gate_up_proj, halves=not options.interleaved)
+    act = tiles.padded(left, ffn)
+    keep = options.keeps_pre_act
+    pre_act = left.new_empty((tiles.num_rows if keep else 0, 2 * ffn))
+    tile = run.tile(STAGE, STAGE_FEW)
+    tile = replace(tile, tma=tile.tma and weight.describable() and describable(left) and describable(act))
+    if tiles.num_rows:
+        with torch.cuda.device_of(left):
+            KERNEL[run.grid(tiles, ffn, tile, tile.block_n // 2)](
+                operand(left, tile, (tile.block_m, tile.block_k)), weight.operand(tile),
+                left if bias is None else bias, tiles.table, tiles.first, pre_act,
+                operand(act, tile, (tile.block_m, tile.block_n // 2)), tiles.num_tiles, tiles.num_experts, ffn, depth,
+                left.stride(0), *weight.strides, act.stride(0), options.limit,
+                **constexprs(
+                    tile, bias is not None, keep, activation=options.activation, interleaved=options.interleaved,
+                    k_contiguous=weight.k_contiguous, depth=depth,
+                ),
+                **launch_options(tile, run.machine),
             )  # fmt: skip
-    return pre_act, act
+    return act, pre_act

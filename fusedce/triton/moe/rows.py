@@ -1,90 +1,109 @@
-"""The grouped GEMM from rows to rows: the down projection forward, and d_hidden's rows backward."""
+"""The grouped GEMM from padded rows to rows: the down projection forward, and d_hidden's rows backward."""
+
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedce import arch
-from fusedce.configs import GemmTile, tile_for
-from fusedce.triton.common import grouped_order, launch_options, round_to
-from fusedce.triton.moe.product import expert_product, unit_weight
-from fusedce.triton.moe.tile_table import tile_table
+from fusedce.configs import GemmTile
+from fusedce.triton.common import describable, grouped_order, launch_options, operand, round_to
+from fusedce.triton.moe.product import ExpertWeight, expert_product, rows_type, weight_type
+from fusedce.triton.moe.run import Run
+from fusedce.triton.moe.tile_table import RowTiles
 
-STAGE = "moe_rows"
+STAGE, STAGE_FEW = "moe_rows", "moe_rows_few"
 
 
 @triton.jit
 def rows_fwd_kernel(
-    left_ptr,
-    weight_ptr,
+    left,
+    weight,
+    bias_ptr,
     row_slot_ptr,
     top_k_weights_ptr,
     table_ptr,
+    first_ptr,
     out_ptr,
     num_tiles,
     num_experts,
     width,
     depth,
+    left_stride,
     stride_e,
     stride,
+    HAS_BIAS: tl.constexpr,
     WEIGHTED: tl.constexpr,
     K_CONTIGUOUS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_R: tl.constexpr,
 ):
-    """One program owns a BLOCK_R × BLOCK_N tile of out = left · weight[e]ᵀ, times the routing weights if WEIGHTED.
+    """A program takes one BLOCK_R × BLOCK_N tile after another of out = left · weight[e]ᵀ + bias[e], times the routing
+    weights if WEIGHTED.
 
-    Reads both operands from L2, writes the tile once; rows that serve no slot are 0. Row, expert and weight offsets are
-    int64.
+    Reads both operands from L2, writes the tile once, in the plan's order; rows that serve no slot are 0. Row, expert
+    and weight offsets are int64.
     """
-    tile_r, tile_n = grouped_order(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP_R)
-    expert = tl.load(table_ptr + tile_r)
-    start = tl.load(table_ptr + num_tiles + tile_r)
-    end = tl.load(table_ptr + 2 * num_tiles + tile_r)
-    if start >= end:
-        return
-    offs_r = start + tl.arange(0, BLOCK_R)
-    offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_r = offs_r < end
-    mask_n = offs_n < width
-    acc = expert_product(
-        left_ptr, weight_ptr + expert.to(tl.int64) * stride_e, offs_r, mask_r, offs_n, mask_n,
-        # No expert, no products: the accumulator stays 0.
-        tl.where(expert < num_experts, depth, 0), depth, stride, K_CONTIGUOUS, BLOCK_R, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
-    if WEIGHTED:
-        slot = tl.load(row_slot_ptr + offs_r, mask=mask_r, other=-1)
-        weights = tl.load(top_k_weights_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
-        acc = acc * weights[:, None]
-    out_ptrs = out_ptr + offs_r.to(tl.int64)[:, None] * width + offs_n[None, :]
-    tl.store(out_ptrs, round_to(acc, out_ptr.dtype.element_ty), mask=mask_r[:, None] & mask_n[None, :])
+    num_n = tl.cdiv(width, BLOCK_N)
+    num_r = tl.load(first_ptr + num_experts + 1)
+    for tile in tl.range(tl.program_id(0), num_r * num_n, tl.num_programs(0), flatten=DESCRIPTORS):
+        tile_r, tile_n = grouped_order(tile, num_r, num_n, GROUP_R)
+        expert = tl.load(table_ptr + tile_r)
+        offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        offs_w = tl.minimum(offs_n, width - 1)
+        acc = expert_product(
+            left, weight, tile_r, tile_n, expert, offs_w,
+            # No expert, no products: the accumulator stays 0. Descriptors read zeros there.
+            depth if DESCRIPTORS else tl.where(expert < num_experts, depth, 0), left_stride, stride_e, stride,
+            K_CONTIGUOUS, False, EVEN_K, DESCRIPTORS, BLOCK_R, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        if HAS_BIAS:
+            bias_ptrs = bias_ptr + expert.to(tl.int64) * width + offs_w
+            acc += tl.load(bias_ptrs, mask=expert < num_experts, other=0.0).to(tl.float32)[None, :]
+        rows = tl.load(table_ptr + num_tiles + tile_r) + tl.arange(0, BLOCK_R)
+        mask_r = rows < tl.load(table_ptr + 2 * num_tiles + tile_r)
+        if WEIGHTED:
+            slot = tl.load(row_slot_ptr + rows, mask=mask_r, other=-1)
+            weights = tl.load(top_k_weights_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
+            acc = acc * weights[:, None]
+        out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * width + offs_n[None, :]
+        tl.store(out_ptrs, round_to(acc, out_ptr.dtype.element_ty), mask=mask_r[:, None] & (offs_n < width)[None, :])
 
 
 KERNEL = rows_fwd_kernel
 
 
-def signature(dtype: str) -> dict[str, str]:
+def signature(dtype: str, tile: GemmTile, k_contiguous: bool = True) -> dict[str, str]:
     """Triton's type of every argument, with operands of `dtype` ("bf16", "fp16", "fp32")."""
-    sizes = ("num_tiles", "num_experts", "width", "depth", "stride_e", "stride")
+    sizes = ("num_tiles", "num_experts", "width", "depth", "left_stride", "stride_e", "stride")
     return {
-        **dict.fromkeys(("left_ptr", "weight_ptr"), f"*{dtype}"),
+        "left": rows_type(dtype, tile, tile.block_k),
+        "weight": weight_type(dtype, tile, k_contiguous),
+        "bias_ptr": f"*{dtype}",
         "row_slot_ptr": "*i32",
         "top_k_weights_ptr": "*fp32",
-        "table_ptr": "*i32",
+        **dict.fromkeys(("table_ptr", "first_ptr"), "*i32"),
         "out_ptr": f"*{dtype}",
         **dict.fromkeys(sizes, "i32"),
-        **dict.fromkeys(constexprs(GemmTile(1, 1, 1, 1, 1)), "constexpr"),
+        **dict.fromkeys(constexprs(tile), "constexpr"),
     }
 
 
-def constexprs(tile: GemmTile, weighted: bool = True, k_contiguous: bool = True) -> dict[str, int]:
-    """The kernel's sizes and switches for a tile."""
+def constexprs(
+    tile: GemmTile, has_bias: bool = True, weighted: bool = True, *, k_contiguous: bool = True, depth: int = 0
+) -> dict[str, int]:
+    """The kernel's sizes and switches for a tile; depth: of the products."""
     return {
+        "HAS_BIAS": has_bias,
         "WEIGHTED": weighted,
         "K_CONTIGUOUS": k_contiguous,
+        "EVEN_K": depth % tile.block_k == 0,
+        "DESCRIPTORS": tile.tma,
         "BLOCK_R": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
@@ -93,25 +112,30 @@ def constexprs(tile: GemmTile, weighted: bool = True, k_contiguous: bool = True)
 
 
 def expert_rows(
-    left: Tensor, weight: Tensor, offsets: Tensor, row_slot: Tensor, top_k_weights: Tensor | None = None
+    left: Tensor,
+    weight: Tensor,
+    tiles: RowTiles,
+    run: Run,
+    *,
+    bias: Tensor | None = None,
+    top_k_weights: Tensor | None = None,
 ) -> Tensor:
-    """out (R,X) = left (R,Y) · weight[e] (E,X,Y)ᵀ, each row times its slot's weight where top_k_weights is given.
-
-    left: contiguous. weight: any strides, see `unit_weight`.
-    """
-    (num_rows, depth), (num_experts, width, _) = left.shape, weight.shape
-    weight, stride, k_contiguous = unit_weight(weight)
-    machine = arch.of_device(left.device)
-    tile = tile_for(STAGE, machine, left.element_size())
-    table = tile_table(offsets, num_rows, tile.block_m)
-    out = left.new_empty((num_rows, width))
-    weighted = top_k_weights is not None
-    if num_rows:
-        grid = (table.shape[1] * triton.cdiv(width, tile.block_n),)
+    """out (R,X) = left (padded rows, Y) · weight[e] (E,X,Y)ᵀ + bias[e] (E,X), each row times its slot's weight where
+    top_k_weights is given."""
+    depth, width = left.shape[1], weight.shape[1]
+    weight = ExpertWeight.of(weight)
+    tile = run.tile(STAGE, STAGE_FEW)
+    tile = replace(tile, tma=tile.tma and weight.describable() and describable(left))
+    out = left.new_empty((tiles.num_rows, width))
+    if tiles.num_rows:
         with torch.cuda.device_of(left):
-            KERNEL[grid](
-                left, weight, row_slot, top_k_weights if weighted else left, table, out, table.shape[1], num_experts,
-                width, depth, weight.stride(0), stride,
-                **constexprs(tile, weighted, k_contiguous), **launch_options(tile, machine),
+            KERNEL[run.grid(tiles, width, tile, tile.block_n)](
+                operand(left, tile, (tile.block_m, tile.block_k)), weight.operand(tile), left if bias is None else bias,
+                tiles.row_slot, left if top_k_weights is None else top_k_weights, tiles.table, tiles.first, out,
+                tiles.num_tiles, tiles.num_experts, width, depth, left.stride(0), *weight.strides,
+                **constexprs(
+                    tile, bias is not None, top_k_weights is not None, k_contiguous=weight.k_contiguous, depth=depth
+                ),
+                **launch_options(tile, run.machine),
             )  # fmt: skip
     return out

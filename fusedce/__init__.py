@@ -4,10 +4,12 @@
 from fusedce import nn, ops
 from fusedce.flags import check_flags
 from fusedce.functional import (
+    HeadsLoss,
     LogProb,
     Routing,
     linear_argmax,
     linear_cross_entropy,
+    linear_cross_entropy_heads,
     linear_logprob,
     linear_logprob_of,
     linear_policy_loss,
@@ -30,6 +32,7 @@ from fusedce.options import MoEChunks, MoEPlan, RouterBalance
 from fusedce.version import __version__
 
 __all__ = [
+    "HeadsLoss",
     "LogProb",
     "MoEChunks",
     "MoEPlan",
@@ -40,6 +43,7 @@ __all__ = [
     "explain",
     "linear_argmax",
     "linear_cross_entropy",
+    "linear_cross_entropy_heads",
     "linear_logprob",
     "linear_logprob_of",
     "linear_policy_loss",

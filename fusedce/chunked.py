@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedce import env
-from fusedce.options import LogitOptions, UpstreamOf
+from fusedce.options import LogitOptions, UpstreamOf, Wanted
 
 ROW_MULTIPLE = 128
 # The output tile of the vendor's GEMM that gives d_hidden: how many of them a chunk makes decides how full its last
@@ -107,14 +107,25 @@ class GradientSums:
 
     mask: which of them are wanted. The others have no elements, and their GEMM is not run. The one buffer holds a
     chunk's d_logits in hidden's dtype, the rows padded to 16 bytes: GEMMs and stores are slow from others.
+    scale: what `result` will be given, where it is known before the first chunk. Then, but for fp16, a mask with a
+    main_grad has d_weight added to that in place, by rows that are multiplied with the scale (a power of two, so that
+    nothing is rounded), and no buffer of its size is made.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, mask: list[bool], chunks: Chunks) -> None:
-        self.weight = weight
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, mask: list[bool] | Wanted, chunks: Chunks, scale: Tensor | None = None
+    ) -> None:
+        self.weight, self.wanted, self.scale = weight, Wanted.of(mask), scale
         self.d_hidden = hidden.new_empty(hidden.shape if mask[0] else (0,))
         # The first chunk writes d_weight, which saves a pass over zeros; where there is no row, it must be zeros.
         new_weight = weight.new_empty if chunks else weight.new_zeros
-        self.d_weight = new_weight(weight.shape if mask[1] else (0,), dtype=torch.float32)
+        main_grad = self.wanted.main_grad
+        # fp16 has no room for the scaled rows.
+        self.in_place = main_grad is not None and scale is not None and hidden.dtype != torch.float16
+        if main_grad is not None and self.in_place:
+            self.d_weight = main_grad
+        else:
+            self.d_weight = new_weight(weight.shape if mask[1] else (0,), dtype=torch.float32)
         self.d_bias = weight.new_zeros(weight.shape[:1] if mask[2] else (0,), dtype=torch.float32)
         self.buffer = hidden.new_empty((chunks[0][1] if chunks else 0, -(-weight.shape[0] // 8) * 8))
         # torch's bf16 GEMM on a CPU reads the padding, and 0 · NaN is NaN.
@@ -135,7 +146,8 @@ class GradientSums:
         if self.d_hidden.numel():
             torch.mm(d_logits, self.weight, out=self.d_hidden[start:stop])
         if self.d_weight.numel():
-            _add_product(self.d_weight, d_logits.t(), rows, start == 0)
+            scaled = rows * self.scale.to(rows.dtype) if self.in_place and self.scale is not None else rows
+            _add_product(self.d_weight, d_logits.t(), scaled, start == 0 and not self.in_place)
         if self.d_bias.numel() and of_rows is None:
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
         elif self.d_bias.numel() and of_rows is not None:
@@ -147,9 +159,11 @@ class GradientSums:
         del self.buffer
         if scale is not None:
             self.d_hidden.mul_(scale.to(self.d_hidden.dtype))
-            self.d_weight.mul_(scale)
+            if not self.in_place:
+                self.d_weight.mul_(scale)
             self.d_bias.mul_(scale)
-        return self.d_hidden, self.d_weight.to(self.weight.dtype), self.d_bias.to(self.weight.dtype)
+        d_weight = self.wanted.weight_grad(self.d_weight, self.weight.dtype)
+        return self.d_hidden, d_weight, self.d_bias.to(self.weight.dtype)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:

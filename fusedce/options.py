@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "RouterOptions",
     "Upstream",
     "UpstreamOf",
+    "Wanted",
 ]
 
 
@@ -42,6 +44,32 @@ class Upstream(NamedTuple):
     d_logprob: Tensor | None
     d_entropy: Tensor | None
     d_lse: Tensor | None
+
+
+class Wanted(NamedTuple):
+    """Which gradients are wanted: it goes where a mask of three bools does. And how d_weight is to come.
+
+    fp32_weight: in fp32, as it is summed, and not in weight's dtype. main_grad: (V,D), fp32 or for fp64 fp64; d_weight
+    may be added to it in place, and then comes back with no elements. A backend that does neither is right all the
+    same: the op looks at what comes back, and adds it.
+    """
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    fp32_weight: bool = False
+    main_grad: Tensor | None = None
+
+    @classmethod
+    def of(cls, mask: "list[bool] | Wanted") -> "Wanted":
+        """`mask`, with the weight's gradient in its own dtype unless it says otherwise."""
+        return mask if isinstance(mask, Wanted) else cls(mask[0], mask[1], mask[2])
+
+    def weight_grad(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum as it is to come back."""
+        if self.main_grad is not None and total is self.main_grad:
+            return total.new_empty(0)
+        return total if self.fp32_weight else total.to(dtype)
 
 
 # (start, stop, logprob, entropy, lse) of a range of rows -> their upstream gradients. The entropy has no elements where

@@ -4,7 +4,7 @@ Left out: 32-bit offsets, which only more than 2³¹ elements on a GPU can show 
 """
 
 EAGER, ROWS, CHUNKED = "fusedce/eager/linear_ce.py", "fusedce/rows.py", "fusedce/chunked.py"
-OPS, FUNCTIONAL = "fusedce/ops/linear_ce.py", "fusedce/functional/linear_ce.py"
+OPS, LOSS_OPS, FUNCTIONAL = "fusedce/ops/linear_ce.py", "fusedce/ops/loss.py", "fusedce/functional/linear_ce.py"
 OPERANDS, POLICY = "fusedce/functional/operands.py", "fusedce/functional/policy_loss.py"
 TRITON = "fusedce/triton/linear_ce/"
 
@@ -82,11 +82,11 @@ MUTANTS = (
          new="pass", tests=BASE.format(VALUES, SMALL)),
     # ── chunks and their sums ───────────────────────────────────────────────────────────────────────────────────────
     dict(name="chunked-adds-to-fresh-memory", file=CHUNKED, breaks="the first chunk adds to what lay there",
-         old="_add_product(self.d_weight, d_logits.t(), rows, start == 0)",
-         new="_add_product(self.d_weight, d_logits.t(), rows, False)", tests=T_BASE.format(VALUES, SMALL)),
+         old="_add_product(self.d_weight, d_logits.t(), scaled, start == 0 and",
+         new="_add_product(self.d_weight, d_logits.t(), scaled, False and", tests=T_BASE.format(VALUES, SMALL)),
     dict(name="chunked-overwrites", file=CHUNKED, breaks="d_weight has the last chunk's rows only",
-         old="_add_product(self.d_weight, d_logits.t(), rows, start == 0)",
-         new="_add_product(self.d_weight, d_logits.t(), rows, True)", tests=T_CHUNKS.format(CHUNKS_BF16)),
+         old="_add_product(self.d_weight, d_logits.t(), scaled, start == 0 and",
+         new="_add_product(self.d_weight, d_logits.t(), scaled, True and", tests=T_CHUNKS.format(CHUNKS_BF16)),
     dict(name="chunked-bias-of-the-last-chunk", file=CHUNKED, breaks="d_bias has one chunk's rows only",
          old="self.d_bias += d_logits.sum(0, dtype=torch.float32)",
          new="self.d_bias = d_logits.sum(0, dtype=torch.float32)", tests=T_CHUNKS.format(CHUNKS)),
@@ -105,27 +105,29 @@ MUTANTS = (
     dict(name="ops-z-loss-without-its-2", file=OPS, breaks="half the slope of lse²",
          old="slope = 2.0 * square_weight[rows] * lse", new="slope = square_weight[rows] * lse",
          tests=LOSS.format(OPTIONS, "-z_loss=0.02")),
-    dict(name="ops-no-uniform-part", file=OPS, breaks="label smoothing without the mean over the words",
+    dict(name="ops-no-uniform-part", file=LOSS_OPS, breaks="label smoothing without the mean over the words",
          old="loss = loss - (uniform if", new="loss = loss - 0.0 * (uniform if",
          tests=LOSS.format(OPTIONS, "-label_smoothing=0.2")),
-    dict(name="ops-mean-over-all-rows", file=OPS, breaks="ignored rows count in the mean",
-         old="total = of_target.sum()", new="total = of_target.new_tensor(of_target.numel())",
+    dict(name="ops-mean-over-all-rows", file=LOSS_OPS, breaks="ignored rows count in the mean",
+         old="total = of_target.reshape(num_heads, -1).sum(1)",
+         new="total = torch.ones_like(of_target).reshape(num_heads, -1).sum(1)",
          tests=LOSS.format(OPTIONS, "-plain")),
-    dict(name="ops-mean-without-class-weights", file=OPS, breaks="the mean divides by the number of rows",
-         old="total = of_target.sum()", new="total = row_weight.sum()",
+    dict(name="ops-mean-without-class-weights", file=LOSS_OPS, breaks="the mean divides by the number of rows",
+         old="total = of_target.reshape(num_heads, -1).sum(1)",
+         new="total = row_weight.reshape(num_heads, -1).sum(1)",
          tests=LOSS.format(OPTIONS, "-class_weight=True")),
-    dict(name="ops-mean-of-nothing", file=OPS, breaks="0 / 0 where all rows are ignored",
+    dict(name="ops-mean-of-nothing", file=LOSS_OPS, breaks="0 / 0 where all rows are ignored",
          old="inverse = 1.0 / torch.where(total == 0, 1.0, total)", new="inverse = 1.0 / total",
          tests=BASE.format("no_rows_and_no_row_that_counts", "-1")),
     dict(name="ops-first-chunk-s-weights", file=OPS, breaks="every chunk takes the first one's weights",
          old="return Upstream(d_logprob[rows], None, d_lse)",
          new="return Upstream(d_logprob[: stop - start], None, d_lse)",
          tests=FUZZ.format("all_options_over_several_chunks", CHUNKS)),
-    dict(name="ops-ignored-token-weight", file=OPS, breaks="0 · NaN of an ignored row's weight",
+    dict(name="ops-ignored-token-weight", file=LOSS_OPS, breaks="0 · NaN of an ignored row's weight",
          old="torch.where(kept, token_weight.detach().to(row_weight.dtype), 0.0)",
          new="row_weight * token_weight.detach().to(row_weight.dtype)", tests=FUZZ.format("cross_entropy", "")),
-    dict(name="ops-ignored-mean-logit", file=OPS, breaks="label smoothing feels what ignored rows hold",
-         old="rows = torch.where(kept[:, None], hidden, 0.0)", new="rows = hidden",
+    dict(name="ops-ignored-mean-logit", file=LOSS_OPS, breaks="label smoothing feels what ignored rows hold",
+         old="rows = torch.where(kept[:, None], self.hidden, 0.0)", new="rows = self.hidden",
          tests=FUZZ.format("cross_entropy", "")),
     dict(name="ops-double-backward", file=OPS, breaks="create_graph gives a silent 0",
          old='raise RuntimeError("fusedce.linear_ce_sum: double backward is not supported")', new="pass",

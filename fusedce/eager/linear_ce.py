@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedce.chunked import row_chunks
-from fusedce.options import LogitOptions, Upstream, UpstreamOf
+from fusedce.options import LogitOptions, Upstream, UpstreamOf, Wanted
 from fusedce.rows import RowGradient, merge_parts, row_gradient
 
 
@@ -196,9 +196,11 @@ class _Gradients:
     """d_hidden (N,D), d_weight (V,D), d_bias (V,) while the chunks go by; those that `mask` does not want are empty."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, mask: list[bool], dtype: torch.dtype) -> None:
-        self.hidden, self.weight, self.dtype = hidden, weight, dtype
+        self.hidden, self.weight, self.dtype, self.wanted = hidden, weight, dtype, Wanted.of(mask)
         self.d_hidden = hidden.new_empty(hidden.shape if mask[0] else (0,))
-        self.d_weight = weight.new_zeros(weight.shape if mask[1] else (0,), dtype=dtype)
+        main_grad = self.wanted.main_grad
+        sizes = weight.shape if mask[1] else (0,)
+        self.d_weight = weight.new_zeros(sizes, dtype=dtype) if main_grad is None else main_grad
         self.d_bias = weight.new_zeros(weight.shape[:1] if mask[2] else (0,), dtype=dtype)
 
     def add(self, start: int, stop: int, d_logits: Tensor, target: Tensor, options: LogitOptions) -> None:
@@ -212,7 +214,8 @@ class _Gradients:
             self.d_bias += d_logits.sum(0)
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.d_hidden, self.d_weight.to(self.weight.dtype), self.d_bias.to(self.weight.dtype)
+        d_weight = self.wanted.weight_grad(self.d_weight, self.weight.dtype)
+        return self.d_hidden, d_weight, self.d_bias.to(self.weight.dtype)
 
 
 def _accumulate_dtype(hidden: Tensor) -> torch.dtype:

@@ -1,6 +1,7 @@
 """The functions users call: each checks its arguments, flattens, and makes one op call."""
 
 from fusedce.functional.argmax import linear_argmax
+from fusedce.functional.heads import HeadsLoss, linear_cross_entropy_heads
 from fusedce.functional.linear_ce import LogProb, linear_cross_entropy, linear_logprob
 from fusedce.functional.logprob_of import linear_logprob_of
 from fusedce.functional.moe import moe_combine, moe_dispatch, moe_experts
@@ -22,10 +23,12 @@ from fusedce.functional.moe_route import (
 from fusedce.functional.policy_loss import linear_policy_loss
 
 __all__ = [
+    "HeadsLoss",
     "LogProb",
     "Routing",
     "linear_argmax",
     "linear_cross_entropy",
+    "linear_cross_entropy_heads",
     "linear_logprob",
     "linear_logprob_of",
     "linear_policy_loss",

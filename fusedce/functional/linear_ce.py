@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedce import checks, flags
+from fusedce.functional.main_grad import checked_main_grad, weight_into
 from fusedce.functional.operands import check_options, check_weight, head_operands, kept_temperature, row_temperature
 
 __all__ = ["LogProb", "linear_cross_entropy", "linear_logprob"]
@@ -32,6 +33,7 @@ def linear_logprob(
     with_entropy: bool = True,
     gradient_budget: float | None = None,
     certificate: Tensor | None = None,
+    main_grad: Tensor | None = None,
     check: str = "auto",
     backend: str = "auto",
 ) -> LogProb:
@@ -52,6 +54,8 @@ def linear_logprob(
         ignore_index: the target of rows that take no part: their three results are 0, their gradients exactly 0, and a
             backend may leave their work out.
         vocab_size: how many rows of weight are words; those after them are padding and take no part. None: all V.
+        main_grad: (V, D) fp32 (fp64 for fp64), contiguous, or None: the backward adds weight's gradient to it in fp32,
+            and `weight.grad` gets nothing. See `linear_cross_entropy`. Not together with gradient_budget.
         with_entropy: False leaves the entropy out, and with it its share of the forward.
         gradient_budget: None, or what the backward may leave out. 0: the rows whose upstream gradient is exactly 0,
             which changes no gradient; n rows that have one cost 3·2·n·D·V FLOP. δ above 0 (2⁻¹⁰ is a good one): also
@@ -76,16 +80,20 @@ def linear_logprob(
 
     Memory: forward 24·N bytes and at most 64 MiB of partial sums; backward beside the gradients one chunk of d_logits,
     at most FUSEDCE_WORKSPACE_MB (default 768 MiB, or weight's bytes where that is more), and 4·V·D bytes for d_weight
-    in fp32. Work: 2·N·D·V FLOP forward, three times that backward. With a gradient_budget above 0, N·V/128 bytes more
+    in fp32, which main_grad saves (but for fp16). Work: 2·N·D·V FLOP forward, three times that backward. With a gradient_budget above 0, N·V/128 bytes more
     from forward to backward; with any, on Triton, in the backward a chunk of d_logits with a copy of hidden within
     FUSEDCE_WORKSPACE_MB (or half of that and the copy), and 4·N·D bytes for d_hidden in fp32. Deterministic: the same
     inputs give the same bits, forward and backward.
     """
     op = "linear_logprob"
+    sizes, weight = weight_into(op, weight, main_grad)
     hidden, weight, bias = head_operands(op, ("hidden", "weight", "bias"), hidden, weight, target, bias, vocab_size)
+    main_grad = checked_main_grad(op, main_grad, sizes, hidden, weight)
     check_options(op, softcap, ignore_index, check)
     scalar, rows = row_temperature(op, temperature, target)
     _check_budget(op, gradient_budget, certificate, hidden.device)
+    if main_grad is not None and gradient_budget is not None:
+        raise ValueError(f"fusedce.{op}: arguments 'main_grad' and 'gradient_budget' do not go together")
     operands = (hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias)
     rows = kept_temperature(rows, target, ignore_index)
     options: dict[str, Any] = {
@@ -95,7 +103,9 @@ def linear_logprob(
         "with_entropy": with_entropy,
         "backend": backend,
     }
-    if gradient_budget is None:
+    if main_grad is not None:
+        logprob, entropy, lse, _ = torch.ops.fusedce.linear_logprob_into(*operands, rows, main_grad, **options)
+    elif gradient_budget is None:
         logprob, entropy, lse, _ = torch.ops.fusedce.linear_logprob(*operands, rows, **options)
     else:
         logprob, entropy, lse, _, _ = torch.ops.fusedce.linear_logprob_sparse(
@@ -140,6 +150,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     vocab_size: int | None = None,
     shift: bool = False,
+    main_grad: Tensor | None = None,
     check: str = "auto",
     backend: str = "auto",
 ) -> Tensor:
@@ -166,6 +177,12 @@ def linear_cross_entropy(
         z_loss: ζ ≥ 0: adds ζ · lse² to each token's loss (PaLM, arXiv:2204.02311).
         shift: input (B, S, D) and target (B, S) are of the same positions: position s is to predict target s + 1, with
             target's token_weight. The last one of each sequence predicts nothing.
+        main_grad: (V, D) fp32 (fp64 for fp64), contiguous, or None: the backward adds linear_weight's gradient to it in
+            fp32, once for every backward, and `linear_weight.grad` gets nothing: gradients of many micro-batches are
+            summed without being rounded. Where linear_weight has Megatron's attribute `grad_added_to_main_grad`, the
+            backward sets it to True, and `linear_weight.grad` is zeros, so that the hooks that wait for it run; that
+            cannot be compiled. What else is compiled has to have its backward before its next forward: between the two,
+            torch lets nothing else change main_grad.
         temperature, softcap, vocab_size, check, backend: see `linear_logprob`.
 
     Returns:
@@ -176,15 +193,19 @@ def linear_cross_entropy(
 
     Memory: "none" as `linear_logprob`. "mean" and "sum": one chunk of exponentials, at most FUSEDCE_WORKSPACE_MB, and
     4·V·D bytes for d_weight in fp32; from forward to backward the gradients themselves. label_smoothing adds 4·N·D
-    bytes, with class weights 4·V·D. Work: three times 2·N·D·V FLOP with bf16 operands, else up to four. Deterministic.
+    bytes, with class weights 4·V·D. With main_grad, from forward to backward linear_weight's gradient in fp32, 4·V·D
+    bytes, and none of its size after that; "none": as `linear_logprob`. Work: three times 2·N·D·V FLOP with bf16
+    operands, else up to four. Deterministic.
     """
     op = "linear_cross_entropy"
     names = ("input", "linear_weight", "linear_bias")
+    sizes, linear_weight = weight_into(op, linear_weight, main_grad)
     input, linear_weight, linear_bias = head_operands(op, names, input, linear_weight, target, linear_bias, vocab_size)
+    main_grad = checked_main_grad(op, main_grad, sizes, input, linear_weight)
     ignore_index = -100 if ignore_index is None else ignore_index
     check_options(op, softcap, ignore_index, check)
     checks.one_of(op, "reduction", reduction, ("none", "mean", "sum"))
-    _check_loss_options(op, label_smoothing, z_loss, softcap)
+    check_loss_options(op, label_smoothing, z_loss, softcap)
     if weight is not None:
         check_weight(op, "weight", weight, linear_weight.shape[:1], "(V,)", linear_weight.device)
     if token_weight is not None:
@@ -207,6 +228,7 @@ def linear_cross_entropy(
         row_temperature=kept_temperature(rows, target, ignore_index),
         token_weight=None if token_weight is None else token_weight.reshape(-1),
         class_weight=weight,
+        main_grad=main_grad,
         backend=backend,
     )
     if check == "sync":
@@ -224,7 +246,8 @@ def _shifted(op: str, target: Tensor, token_weight: Tensor | None, ignore_index:
     return torch.cat((target[..., 1:], last[..., : target.shape[-1]]), -1), token_weight
 
 
-def _check_loss_options(op: str, label_smoothing: float, z_loss: float, softcap: float | None) -> None:
+def check_loss_options(op: str, label_smoothing: float, z_loss: float, softcap: float | None) -> None:
+    """ValueError for an option of the loss, or a pair of them, that no function takes."""
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"fusedce.{op}: argument 'label_smoothing' is {label_smoothing}; expected 0 to 1")
     if not 0.0 <= z_loss < float("inf"):

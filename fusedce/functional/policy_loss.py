@@ -2,15 +2,17 @@
 at hand."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedce import checks, flags
+from fusedce.functional.main_grad import checked_main_grad, weight_into
 from fusedce.functional.operands import check_options, head_operands, kept_temperature, row_temperature
 from fusedce.ops import registry
-from fusedce.options import LogitOptions, Upstream
+from fusedce.ops.main_grad import add_scaled
+from fusedce.options import LogitOptions, Upstream, Wanted
 
 __all__ = ["linear_policy_loss"]
 
@@ -29,6 +31,7 @@ def linear_policy_loss(
     ignore_index: int = -100,
     vocab_size: int | None = None,
     with_entropy: bool = False,
+    main_grad: Tensor | None = None,
     check: str = "auto",
     backend: str = "auto",
 ) -> Tensor:
@@ -47,6 +50,7 @@ def linear_policy_loss(
             chunks are the backend's choice. Means over the batch, or over sequences, go into a per_token weight.
             Ignored tokens come with log-prob 0; what it returns for them is not counted.
         per_token: tensors of target's shape, any dtype; they get no gradient.
+        main_grad: see `linear_cross_entropy`.
         with_entropy: whether loss_fn takes, and may differentiate, the entropy; then a fourth GEMM is run on Triton.
 
     Returns:
@@ -58,7 +62,9 @@ def linear_policy_loss(
     Deterministic, if loss_fn is. loss_fn is a Python function, so torch.compile breaks the graph here.
     """
     op = "linear_policy_loss"
+    sizes, weight = weight_into(op, weight, main_grad)
     hidden, weight, bias = head_operands(op, ("hidden", "weight", "bias"), hidden, weight, target, bias, vocab_size)
+    main_grad = checked_main_grad(op, main_grad, sizes, hidden, weight)
     check_options(op, softcap, ignore_index, check)
     scalar, rows = row_temperature(op, temperature, target)
     for position, tensor in enumerate(per_token):
@@ -70,43 +76,62 @@ def linear_policy_loss(
     options = LogitOptions(ignore_index, scalar, float(softcap or 0.0), rows)
     numbers = tuple(tensor.detach().reshape(-1) for tensor in per_token)
     flat, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    loss = _PolicyLoss.apply(flat, weight, target, bias, options, loss_fn, numbers, with_entropy, backend)
+    run = _Run(options, loss_fn, numbers, with_entropy, main_grad, backend)
+    loss = _PolicyLoss.apply(flat, weight, target, bias, run)
     if check == "sync":
         flags.check_flags()
     return loss
+
+
+class _Run(NamedTuple):
+    """What `_PolicyLoss` takes beside the operands of the logits."""
+
+    options: LogitOptions
+    loss_fn: LossFn
+    numbers: tuple[Tensor, ...]
+    with_entropy: bool
+    main_grad: Tensor | None
+    backend: str
 
 
 class _PolicyLoss(torch.autograd.Function):
     """Runs the backend's `linear_fused` with the loss's derivative as the upstream gradient of each chunk."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, target, bias, options, loss_fn, numbers, with_entropy, backend):  # type: ignore[no-untyped-def]  # fmt: skip
+    def forward(ctx, hidden, weight, target, bias, run):  # type: ignore[no-untyped-def]
         flags.raise_pending()
-        choice = registry.choose("linear_ce_sum", backend, hidden.device, hidden.dtype)
+        options, with_entropy = run.options, run.with_entropy
+        choice = registry.choose("linear_ce_sum", run.backend, hidden.device, hidden.dtype)
         flags.report_outside("linear_policy_loss", "target", target, weight.shape[0], options.ignore_index)
         mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
         losses: list[Tensor] = []
 
         def upstream_of(start: int, stop: int, logprob: Tensor, entropy: Tensor, _: Tensor) -> Upstream:
-            part = [number[start:stop] for number in numbers]
+            part = [number[start:stop] for number in run.numbers]
             kept = target[start:stop] != options.ignore_index
-            loss, d_logprob, d_entropy = derivatives(loss_fn, logprob, entropy, part, kept, with_entropy)
+            loss, d_logprob, d_entropy = derivatives(run.loss_fn, logprob, entropy, part, kept, with_entropy)
             losses.append(loss)
             return Upstream(d_logprob, d_entropy, None)
 
-        run = registry.function(choice, "linear_fused")
-        _, _, _, *grads = run(hidden, weight, target, bias, options, mask, upstream_of, with_entropy)
+        fused = registry.function(choice, "linear_fused")
+        wanted = Wanted(mask[0], mask[1], mask[2], run.main_grad is not None)
+        _, _, _, *grads = fused(hidden, weight, target, bias, options, wanted, upstream_of, with_entropy)
         ctx.save_for_backward(*grads)
-        ctx.choice, ctx.mask = choice, mask
+        ctx.choice, ctx.mask, ctx.main_grad = choice, mask, run.main_grad
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         return torch.stack(losses).sum() if losses else hidden.new_zeros((), dtype=dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_loss):  # type: ignore[no-untyped-def]
-        grads = registry.function(ctx.choice, "linear_ce_sum_backward")(d_loss, *ctx.saved_tensors)
-        d_hidden, d_weight, d_bias = (g if wanted else None for g, wanted in zip(grads, ctx.mask, strict=True))
-        return d_hidden, d_weight, None, d_bias, None, None, None, None, None
+        d_hidden, d_weight, d_bias = ctx.saved_tensors
+        mask = list(ctx.mask)
+        if ctx.main_grad is not None:
+            add_scaled(ctx.main_grad, d_weight, d_loss)
+            d_weight, mask[1] = d_weight.new_empty(0), False
+        grads = registry.function(ctx.choice, "linear_ce_sum_backward")(d_loss, d_hidden, d_weight, d_bias)
+        d_hidden, d_weight, d_bias = (g if wanted else None for g, wanted in zip(grads, mask, strict=True))
+        return d_hidden, d_weight, None, d_bias, None
 
 
 def derivatives(

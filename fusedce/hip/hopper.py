@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedce import arch, chunked
 from fusedce.hip import extension
-from fusedce.options import LogitOptions, Upstream
+from fusedce.options import LogitOptions, Upstream, Wanted
 from fusedce.rows import row_gradient, row_numbers, row_slopes
 
 # Elements in 16 bytes, what a copy of a tile starts at.
@@ -136,11 +136,16 @@ class Gradients:
     def __init__(
         self, hidden: Tensor, weight: Tensor, mask: list[bool], chunks: chunked.Chunks, num_units: int
     ) -> None:
-        self.weight, self.num_units = weight, num_units
+        self.weight, self.wanted, self.num_units = weight, Wanted.of(mask), num_units
         # The chunk's buffer and d_bias: one product with a vector, which needs no GEMM of ours.
         self._vendor = chunked.GradientSums(hidden, weight, [False, False, mask[2]], chunks)
         self.d_hidden = hidden.new_empty(hidden.shape if mask[0] else (0,))
-        self.d_weight = weight.new_empty(weight.shape if mask[1] else (0,), dtype=torch.float32)
+        main_grad = self.wanted.main_grad
+        self.in_place = main_grad is not None and main_grad.data_ptr() % 16 == 0
+        if main_grad is not None and self.in_place:
+            self.d_weight = main_grad
+        else:
+            self.d_weight = weight.new_empty(weight.shape if mask[1] else (0,), dtype=torch.float32)
 
     def d_logits(self, num_rows: int) -> Tensor:
         """(num_rows, V): where a chunk's gradient is to be written before `add`."""
@@ -162,7 +167,7 @@ class Gradients:
                 if factor is not None:
                     out.mul_(factor[:, None])
         if self.d_weight.numel():
-            ops.d_weight(d_logits, rows, self.d_weight, start != 0)
+            ops.d_weight(d_logits, rows, self.d_weight, start != 0 or self.in_place)
         self._vendor.add(start, stop, rows, factor)
 
     def _fills(self, num_rows: int, depth: int) -> bool:
@@ -173,4 +178,4 @@ class Gradients:
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """The three gradients, in their own dtypes. Frees the buffer first."""
         _, _, d_bias = self._vendor.result(None)
-        return self.d_hidden, self.d_weight.to(self.weight.dtype), d_bias
+        return self.d_hidden, self.wanted.weight_grad(self.d_weight, self.weight.dtype), d_bias

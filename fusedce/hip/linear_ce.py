@@ -62,7 +62,7 @@ def linear_logprob_backward(
     gradient = gradient.over(scale)
     of_rows = _Rows(hidden, weight, target, bias, options)
     chunks = _chunks(hidden, weight)
-    sums = chunked.GradientSums(hidden, weight, mask, chunks)
+    sums = chunked.GradientSums(hidden, weight, mask, chunks, scale)
     for start, stop in chunks:
         rows = chunked.kept_rows(hidden[start:stop], target[start:stop], options.ignore_index)
         part = gradient.of_rows(start, stop)

@@ -22,6 +22,8 @@ class FusedLMHead(nn.Module):
         bias: whether there is a learnt `bias` (V,).
         device, dtype: of the parameters.
         temperature, softcap, ignore_index, backend: see `fusedce.linear_logprob`; they hold for every call.
+        main_grad: True adds the weight's gradient to `weight.main_grad`, an fp32 tensor (V, D) that must be there at
+            every call with a gradient, as Megatron's optimizers have it; see `fusedce.linear_cross_entropy`.
 
     Parameters: `weight` (V, D), `bias` (V,) or None; those of `FusedLMHead.tied_to` belong to another module.
 
@@ -46,10 +48,11 @@ class FusedLMHead(nn.Module):
         temperature: float = 1.0,
         softcap: float | None = None,
         ignore_index: int = -100,
+        main_grad: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self._set_options(temperature, softcap, ignore_index, backend)
+        self._set_options(temperature, softcap, ignore_index, main_grad, backend)
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(vocab_size, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
@@ -62,6 +65,7 @@ class FusedLMHead(nn.Module):
         temperature: float = 1.0,
         softcap: float | None = None,
         ignore_index: int = -100,
+        main_grad: bool = False,
         backend: str = "auto",
     ) -> "FusedLMHead":
         """A head over the weight of another module, nn.Embedding or nn.Linear, or over a parameter (V, D).
@@ -74,10 +78,21 @@ class FusedLMHead(nn.Module):
         Raises:
             TypeError: source has no weight (V, D).
         """
-        return _TiedLMHead(source, temperature, softcap, ignore_index, backend)
+        return _TiedLMHead(source, temperature, softcap, ignore_index, main_grad, backend)
 
-    def _set_options(self, temperature: float, softcap: float | None, ignore_index: int, backend: str) -> None:
-        self.temperature, self.softcap, self.ignore_index, self.backend = temperature, softcap, ignore_index, backend
+    def _set_options(
+        self, temperature: float, softcap: float | None, ignore_index: int, main_grad: bool, backend: str
+    ) -> None:
+        self.temperature, self.softcap, self.ignore_index = temperature, softcap, ignore_index
+        self.main_grad, self.backend = main_grad, backend
+
+    def _main_grad(self) -> Tensor | None:
+        if not self.main_grad or not self.weight.requires_grad or not torch.is_grad_enabled():
+            return None
+        tensor = getattr(self.weight, "main_grad", None)
+        if tensor is None:
+            raise ValueError("fusedce.nn.FusedLMHead: main_grad=True, and the weight has no attribute main_grad")
+        return tensor
 
     def reset_parameters(self) -> None:
         """Uniform in ±1/√D, as torch.nn.Linear."""
@@ -97,6 +112,7 @@ class FusedLMHead(nn.Module):
             ignore_index=self.ignore_index,
             temperature=self.temperature,
             softcap=self.softcap,
+            main_grad=self._main_grad(),
             backend=self.backend,
         )
 
@@ -114,6 +130,7 @@ class FusedLMHead(nn.Module):
             softcap=self.softcap,
             ignore_index=self.ignore_index,
             with_entropy=with_entropy,
+            main_grad=self._main_grad(),
             backend=self.backend,
         )
 
@@ -146,10 +163,11 @@ class _TiedLMHead(FusedLMHead):
         temperature: float,
         softcap: float | None,
         ignore_index: int,
+        main_grad: bool,
         backend: str,
     ) -> None:
         nn.Module.__init__(self)
-        self._set_options(temperature, softcap, ignore_index, backend)
+        self._set_options(temperature, softcap, ignore_index, main_grad, backend)
         # in a tuple, where nn.Module does not look for parameters and submodules
         self._source = (source,)
         if not isinstance(self.weight, Tensor) or self.weight.dim() != 2:

@@ -1,6 +1,17 @@
 """The ops: schemas, fakes, autograd and the choice of a backend. Importing this registers them with torch."""
 
-from fusedce.ops import linear_argmax, linear_ce, linear_logprob, linear_logprob_of, linear_sparse, moe, moe_route, schema
+from fusedce.ops import (
+    linear_argmax,
+    linear_ce,
+    linear_logprob,
+    linear_logprob_of,
+    linear_sparse,
+    loss,
+    main_grad,
+    moe,
+    moe_route,
+    schema,
+)
 from fusedce.ops.registry import Choice, choose, explain
 
 __all__ = [
@@ -12,6 +23,8 @@ __all__ = [
     "linear_logprob",
     "linear_logprob_of",
     "linear_sparse",
+    "loss",
+    "main_grad",
     "moe",
     "moe_route",
     "schema",

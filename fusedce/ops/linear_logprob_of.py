@@ -111,11 +111,14 @@ def _logprob_of_backward_fake(
 def _setup(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]
     logprob, target, normalizer = output
     ctx.mark_non_differentiable(target, normalizer)
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs, logprob, target, normalizer)
     ctx.options = keyword_only_inputs
 
 
 def _autograd(ctx, d_logprob, *_):  # type: ignore[no-untyped-def]
+    if d_logprob is None:
+        return (None,) * 5
     needs, options, bias = ctx.needs_input_grad, ctx.options, ctx.saved_tensors[3]
     mask = [needs[0], needs[1], bias is not None and needs[3]]
     grads = torch.ops.fusedce.linear_logprob_of_backward(

@@ -18,7 +18,17 @@ LIB = torch.library.Library(NAMESPACE, "DEF")
 LIB.define(
     "linear_ce(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, str reduction='mean', "
     "int ignore_index=-100, float temperature=1.0, float softcap=0.0, float label_smoothing=0.0, float z_loss=0.0, "
-    "Tensor? row_temperature=None, Tensor? token_weight=None, Tensor? class_weight=None, str backend='auto') -> Tensor"
+    "Tensor? row_temperature=None, Tensor? token_weight=None, Tensor? class_weight=None, Tensor? main_grad=None, "
+    "str backend='auto') -> Tensor"
+)
+# The same for num_heads heads over one weight, each with as many rows, one head after the other. head_weight (H,) fp32.
+# -> loss (): Σ head_weight · the head's own loss; head_loss (H,): those, without a gradient; fp32
+LIB.define(
+    "linear_ce_heads(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int num_heads, *, "
+    "str reduction='mean', int ignore_index=-100, float temperature=1.0, float softcap=0.0, "
+    "float label_smoothing=0.0, float z_loss=0.0, "
+    "Tensor? row_temperature=None, Tensor? token_weight=None, Tensor? class_weight=None, Tensor? head_weight=None, "
+    "Tensor? main_grad=None, str backend='auto') -> (Tensor loss, Tensor head_loss)"
 )
 # -> logprob (N,), entropy (N,), or (0,) without it, lse (N,); fp32; all three 0 where target == ignore_index;
 #    normalizer (N,2): the row's largest raw logit, after the softcap and before the temperature, and
@@ -74,12 +84,26 @@ LIB.define(
     "Tensor mass, int ignore_index, float temperature, float softcap, float gradient_budget, bool[3] mask, str backend) "
     "-> (Tensor d_hidden, Tensor d_weight, Tensor d_bias, Tensor certificate)"
 )
+# linear_logprob whose d_weight is added to main_grad (V,D), fp32, and not handed to autograd
+LIB.define(
+    "linear_logprob_into(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? row_temperature, "
+    "Tensor main_grad, *, int ignore_index=-100, float temperature=1.0, float softcap=0.0, bool with_entropy=True, "
+    "str backend='auto') -> (Tensor logprob, Tensor entropy, Tensor lse, Tensor normalizer)"
+)
+# -> d_hidden (N,D), d_bias (V,)
+LIB.define(
+    "linear_logprob_into_backward(Tensor(a!) main_grad, Tensor? d_logprob, Tensor? d_entropy, Tensor? d_lse, "
+    "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? row_temperature, Tensor logprob, "
+    "Tensor entropy, Tensor normalizer, int ignore_index, float temperature, float softcap, bool[3] mask, str backend) "
+    "-> (Tensor d_hidden, Tensor d_bias)"
+)
 # loss = Σ −nll_weight·logprob + lse_weight·lse + square_weight·lse², weights (N,) fp32, with its gradients
-# -> loss (), d_hidden (N,D), d_weight (V,D), d_bias (V,)
+# -> loss (), d_hidden (N,D), d_weight (V,D), in weight's dtype or fp32, d_bias (V,), logprob (N,), lse (N,)
 LIB.define(
     "linear_ce_sum(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? row_temperature, "
     "Tensor nll_weight, Tensor? lse_weight, Tensor? square_weight, *, int ignore_index, float temperature, "
-    "float softcap, bool[3] mask, str backend) -> (Tensor loss, Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
+    "float softcap, bool[3] mask, bool fp32_weight_grad=False, str backend) "
+    "-> (Tensor loss, Tensor d_hidden, Tensor d_weight, Tensor d_bias, Tensor logprob, Tensor lse)"
 )
 
 # -> the same gradients times d_loss ()

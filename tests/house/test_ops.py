@@ -20,8 +20,8 @@ NAMES = sorted(n.removeprefix("fusedce::") for n in torch._C._dispatch_get_all_o
 COMPOSITE = {
     n for n in NAMES if torch._C._dispatch_has_kernel_for_dispatch_key(f"fusedce::{n}", "CompositeImplicitAutograd")
 }
-# Ops that are made of a function of the backends that takes a Python function, which no op can.
-PRIMITIVES = {"linear_ce_sum": "linear_fused"}
+# Ops that are made of a function of the backends that takes what no op can: a Python function, a `Wanted`.
+PRIMITIVES = {"linear_ce_sum": "linear_fused", "linear_logprob_into_backward": "linear_logprob_backward"}
 # Arguments of a backend's function that stand for several of the op's.
 RECORDS = {"options": tuple(f.name for f in dataclasses.fields(LogitOptions)), "upstream": Upstream._fields}
 # Stages whose kernels hold two output tiles at once: gate and up.
@@ -29,7 +29,8 @@ ACCUMULATORS = {"moe_gate_up": 2, "moe_act_bwd": 2}
 
 
 def test_the_ops_are_known() -> None:
-    head = {"linear_ce", "linear_ce_sum", "linear_logprob", "linear_parts"}
+    head = {"linear_ce", "linear_ce_sum", "linear_ce_heads", "linear_logprob", "linear_logprob_into", "linear_parts"}
+    head |= {"linear_argmax", "linear_logprob_of"}
     expected = head | {"moe_route", "moe_plan", "moe_experts", "moe_dispatch", "moe_combine"}
     assert expected.issubset(NAMES)
     assert set(NAMES) > COMPOSITE

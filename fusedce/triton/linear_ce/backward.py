@@ -170,7 +170,7 @@ def linear_logprob_backward(
     numbers = row_numbers(gradient.over(scale), entropy, normalizer, row_slopes(options, hidden.shape[0], hidden))
     units = arch.of_device(hidden.device).num_units
     chunks = chunked.gemm_chunks(hidden, weight, units, weight.shape[0] * hidden.element_size())
-    sums = chunked.GradientSums(hidden, weight, mask, chunks)
+    sums = chunked.GradientSums(hidden, weight, mask, chunks, scale)
     for start, stop in chunks:
         rows = chunked.kept_rows(hidden[start:stop], target[start:stop], options.ignore_index)
         launch_d_logits(

@@ -62,9 +62,14 @@ def raise_pending() -> None:
 def check_flags() -> None:
     """Wait for the GPU, then raise ValueError if any call so far was given a label or expert id out of range.
 
-    The host sync is the point of it: call it where you sync anyway, for example after `loss.item()`.
+    The host sync is the point of it: call it where you sync anyway, for example after `loss.item()`. RuntimeError while
+    a CUDA graph is captured, before anything that would spoil the capture.
     """
     if torch.cuda.is_initialized():
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "fusedce.check_flags, as check='sync', waits for the GPU, which cannot be captured in a CUDA graph"
+            )
         torch.cuda.synchronize()
     raise_pending()
 

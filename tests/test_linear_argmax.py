@@ -90,6 +90,15 @@ def test_padding_ignored_rows_and_leading_dimensions(place: Place) -> None:
     assert fusedce.linear_argmax(hidden[:0], weight, backend=place.backend).shape == (0,)
 
 
+def test_what_lies_past_the_vocabulary_is_no_word(place: Place) -> None:
+    """A tile is wider than 33 words: there nothing has a bias, and every word's is far below 0."""
+    hidden, weight, _, _ = Case(40, 33, 8).inputs(place.device)
+    bias = torch.full((33,), -50.0, device=place.device)
+    for cut in (33, 32, 5):
+        words = fusedce.linear_argmax(hidden, weight, bias=bias, vocab_size=cut, backend=place.backend)
+        assert torch.equal(words, (hidden @ weight[:cut].t()).argmax(1))
+
+
 def test_rows_in_several_launches(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows than one launch's partial results hold."""
     monkeypatch.setenv("FUSEDCE_WORKSPACE_MB", "1")

@@ -134,7 +134,7 @@ class Selection(NamedTuple):
     def target(self, raw: Tensor) -> Tensor:
         """(N,): the likeliest of a row's words, by the raw logits (N,K) of the slots.
 
-        As the target it is what a row's log-sum-exp is exact for where its probability is near 1. An id out of range if
+        As the target it is what a row's normalizer is exact for where its probability is near 1. An id out of range if
         there is nothing better, so that the row is NaN; ignore_index where no slot takes part.
         """
         lowest = torch.finfo(raw.dtype).min
@@ -142,10 +142,9 @@ class Selection(NamedTuple):
         score = torch.where(self.ids == self.options.ignore_index, -torch.inf, score)
         return self.ids.gather(1, score.argmax(1, keepdim=True))[:, 0]
 
-    def logprobs(self, raw: Tensor, target: Tensor, logprob: Tensor, normalizer: Tensor) -> Tensor:
-        """(N,K): log-prob of every slot, from its raw logit and the target's results. NaN for an id out of range."""
+    def logprobs(self, raw: Tensor, normalizer: Tensor) -> Tensor:
+        """(N,K): log-prob of every slot, from its raw logit and the row's normalizer. NaN for an id out of range."""
         values = (raw - normalizer[:, :1]) * self.slopes(raw) - normalizer[:, 1:]
-        values = torch.where(self.ids == target[:, None], logprob[:, None], values)
         values = torch.where(self.inside(), values, torch.nan)
         return torch.where(self.ids == self.options.ignore_index, 0.0, values)
 

@@ -23,7 +23,7 @@ def linear_logprob_of(
         selected = raw.gather(1, torch.where(words.inside(), words.ids, 0))
         target[rows] = words.target(selected)
         results.set(start, stop, raw, target[rows], of_rows)
-        values[rows] = words.logprobs(selected, target[rows], results.logprob[rows], results.normalizer[rows])
+        values[rows] = words.logprobs(selected, results.normalizer[rows])
     return values, target, results.normalizer
 
 

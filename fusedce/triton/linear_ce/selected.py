@@ -94,8 +94,8 @@ def linear_logprob_of(
     raw = _raw(hidden, weight, ids, bias, options)
     words = Selection(ids, options, weight.shape[0])
     target = words.target(raw)
-    logprob, _, _, normalizer = linear_logprob(hidden, weight, target, bias, options, False)
-    return words.logprobs(raw, target, logprob, normalizer), target, normalizer
+    _, _, _, normalizer = linear_logprob(hidden, weight, target, bias, options, False)
+    return words.logprobs(raw, normalizer), target, normalizer
 
 
 def linear_logprob_of_backward(

@@ -80,10 +80,10 @@ def linear_logprob(
 
     Memory: forward 24·N bytes and at most 64 MiB of partial sums; backward beside the gradients one chunk of d_logits,
     at most FUSEDCE_WORKSPACE_MB (default 768 MiB, or weight's bytes where that is more), and 4·V·D bytes for d_weight
-    in fp32, which main_grad saves (but for fp16). Work: 2·N·D·V FLOP forward, three times that backward. With a gradient_budget above 0, N·V/128 bytes more
-    from forward to backward; with any, on Triton, in the backward a chunk of d_logits with a copy of hidden within
-    FUSEDCE_WORKSPACE_MB (or half of that and the copy), and 4·N·D bytes for d_hidden in fp32. Deterministic: the same
-    inputs give the same bits, forward and backward.
+    in fp32, which main_grad saves (but for fp16). Work: 2·N·D·V FLOP forward, three times that backward. With a
+    gradient_budget above 0, N·V/128 bytes more from forward to backward; with any, on Triton, in the backward a chunk
+    of d_logits with a copy of hidden within FUSEDCE_WORKSPACE_MB (or half of that and the copy), and 4·N·D bytes for
+    d_hidden in fp32. Deterministic: the same inputs give the same bits, forward and backward.
     """
     op = "linear_logprob"
     sizes, weight = weight_into(op, weight, main_grad)

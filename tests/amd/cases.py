@@ -11,15 +11,8 @@ from dataclasses import dataclass
 import torch
 
 import fusedce
-from tests import (
-    moe_cases,
-    test_linear_ce,
-    test_linear_ce_loss,
-    test_linear_parts,
-    test_moe_experts,
-    test_moe_plan,
-    test_moe_route,
-)
+from tests import moe_cases, test_linear_ce, test_linear_ce_loss, test_linear_parts, test_moe_experts
+from tests import test_moe_plan, test_moe_route
 from tests.conftest import Place
 from tests.linear_ce_cases import Case, ours
 from tests.test_linear_ce_loss import Loss

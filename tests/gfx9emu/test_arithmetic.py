@@ -226,9 +226,7 @@ def as_number(kind: str, bits: int) -> float | int:
 def text_of(op: str, shape: str) -> str:
     """The instruction with destination v0 and sources v2, v4, v6, in pairs where they are wide."""
     target, sources = shape.split(":")
-    names = [
-        f"v[{n}:{n + 1}]" if kind == "q" else f"v{n}" for n, kind in zip((0, 2, 4, 6), target + sources, strict=False)
-    ]
+    names = [f"v[{n}:{n + 1}]" if kind == "q" else f"v{n}" for n, kind in zip((0, 2, 4, 6), target + sources, strict=False)]
     return TEXT.get(op, f"{op} {', '.join(names)}")
 
 
@@ -268,7 +266,7 @@ def same(op: str, kind: str, found: int, expected: float | int, numbers: list[fl
         if any(is_nan16(int(expected) >> at, "bf16" in op) for at in halves):
             assert any(map(math.isnan, numbers)), (op, numbers)
             return
-        assert found == int(expected) % 2 ** (64 if kind == "q" else 32) or ("f16" in op and nan_pair(found, int(expected))), (
+        assert found == int(expected) % 2 ** (64 if kind == "q" else 32) or "f16" in op and nan_pair(found, int(expected)), (
             op, numbers, hex(found),
         )  # fmt: skip
         return

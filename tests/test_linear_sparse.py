@@ -107,6 +107,21 @@ def test_chunks_of_words_change_nothing_but_the_rounding(place: Place, monkeypat
     test_gradients_with_rows_of_zero(case, ("random", None, None), place)
 
 
+def test_a_weight_that_no_descriptor_reaches(place: Place) -> None:
+    """Its products go by pointer, d_weight's by descriptor: what the one leaves behind the last row the other reads."""
+    hidden, weight, target, _, grad = Sparse("policy", num_rows=70, dtype=BF16).inputs(place.device)
+    aside = torch.zeros(weight.shape[0], weight.shape[1] + 1, dtype=BF16, device=place.device)[:, 1:]
+    aside.copy_(weight)
+
+    def grads(weight: Tensor) -> tuple[Tensor, ...]:
+        leaves = [hidden.clone().requires_grad_(), weight.requires_grad_()]
+        out = fusedce.linear_logprob(*leaves, target, gradient_budget=0, backend=place.backend)
+        return torch.autograd.grad(out.logprob, leaves, grad)
+
+    for ours, expected in zip(grads(aside), grads(weight), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=1e-3)
+
+
 # ── the certificate ─────────────────────────────────────────────────────────────────────────────────────────────────
 def sparse(case: Sparse, place: Place, delta: float, with_entropy: bool) -> tuple[list[Tensor], list[float]]:
     """The gradients, and what the certificate says."""
@@ -161,7 +176,9 @@ def test_the_bound_holds(
     for name, error, norm, other in zip(
         ("hidden", "weight", "bias"), missing(grads, gold), norms, rounding, strict=False
     ):
-        assert error <= skipped * norm + 2 * other, f"d_{name}"
+        # Where a row's words cancel (ties), what is left is rounding of numbers as large as `total`.
+        cancelled = 16 * torch.finfo(FP32).eps * total * norm
+        assert error <= skipped * norm + 2 * other + cancelled, f"d_{name}"
     if kind == "policy":
         # Something was left out, and more than rounding: the bound above has been tried.
         assert is_sparse and missing(grads, gold)[0] > 20 * rounding[0]

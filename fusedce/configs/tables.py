@@ -45,9 +45,11 @@ _SM_90 = {
     "moe_wgrad": GemmTile(128, 256, 64, num_warps=8, num_stages=3, tma=True, staged_bytes=2),
     **_FEW,
 }
-_SM_80 = {stage: GemmTile(128, 128, 32, num_warps=8, num_stages=3) for stage in _SM_90} | {
-    stage: GemmTile(128, 64, 32, num_warps=8, num_stages=3) for stage in ("moe_act_bwd",)
-} | _FEW
+_SM_80 = (
+    {stage: GemmTile(128, 128, 32, num_warps=8, num_stages=3) for stage in _SM_90}
+    | {stage: GemmTile(128, 64, 32, num_warps=8, num_stages=3) for stage in ("moe_act_bwd",)}
+    | _FEW
+)
 # 128×256×64 at 8 wavefronts is the largest tile without spills once an epilogue is there (bench/notes/amd_tiles.md);
 # two stages are one buffer of LDS for the compiler, and 16×16 MFMA leaves more registers than 32×32.
 _GFX942 = {stage: GemmTile(128, 128, 64, num_warps=8, num_stages=2, matrix_instr=16) for stage in _SM_90}

@@ -8,11 +8,11 @@ from torch import Tensor
 from fusedce import arch, chunked
 from fusedce.configs import GemmTile
 from fusedce.options import LogitOptions
-from fusedce.rows import RowGradient, Selection
+from fusedce.rows import RowGradient, Selection, row_numbers, row_slopes
 from fusedce.triton.common import ROW_LAUNCH, round_to, unit_rows
-from fusedce.triton.linear_ce.backward import launch_d_logits, row_numbers
+from fusedce.triton.linear_ce.backward import launch_d_logits
 from fusedce.triton.linear_ce.forward import head_of, linear_logprob
-from fusedce.triton.linear_ce.logits import LOG2_E, cap_slope, row_slopes
+from fusedce.triton.linear_ce.logits import LOG2_E, cap_slope
 from fusedce.triton.linear_ce.target_logit import target_logit
 
 STAGE = None

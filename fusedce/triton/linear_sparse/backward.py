@@ -6,10 +6,8 @@ from torch import Tensor
 
 from fusedce import budget, chunked
 from fusedce.options import LogitOptions, Upstream
-from fusedce.rows import row_gradient
+from fusedce.rows import row_gradient, row_numbers, row_slopes
 from fusedce.triton.common import unit_rows
-from fusedce.triton.linear_ce.backward import row_numbers
-from fusedce.triton.linear_ce.logits import row_slopes
 from fusedce.triton.linear_sparse.dense import Problem, new_buffer, products, words_of_chunk
 from fusedce.triton.linear_sparse.sparse import sparse_gradients
 

@@ -3,8 +3,8 @@
 Stages: linear_ce_fwd (logits tile, its sums), linear_ce_seeded (its exponentials, for the loss with gradients in one
 pass), linear_ce_dlogits (its gradient), all again with a bias or a softcap, for which the wide tile has no registers
 left (a lane would hold the bias of 64 words); linear_ce_d_hidden and linear_ce_d_weight (products over as many rows as
-the device says), linear_ce_pairs and linear_ce_pair_weight (over gathered rows); moe_gate_up (two accumulators), moe_rows (down projection and d_hidden),
-moe_act_bwd (gradient of the activation), moe_wgrad (weights).
+the device says), linear_ce_pairs, again with options, and linear_ce_pair_weight (over gathered rows); moe_gate_up (two
+accumulators), moe_rows (down projection and d_hidden), moe_act_bwd (gradient of the activation), moe_wgrad (weights).
 """
 
 from dataclasses import replace
@@ -30,13 +30,14 @@ _SM_90 = {
     "linear_ce_seeded_options": _HEAD_OPTIONS,
     "linear_ce_dlogits": _HEAD,
     "linear_ce_dlogits_options": _HEAD_OPTIONS,
-    # Adds to fp32 in quarters of the tile.
-    "linear_ce_d_hidden": GemmTile(128, 256, 64, num_warps=8, num_stages=3, group_m=16, tma=True, staged_bytes=1),
+    # Adds to fp32, a quarter of the tile at a time.
+    "linear_ce_d_hidden": GemmTile(128, 256, 64, num_warps=8, num_stages=4, group_m=16, tma=True, staged_bytes=1),
     "linear_ce_d_weight": _HEAD,
     # Rows are gathered, by pointers.
     "linear_ce_pairs": _GEMM,
     "linear_ce_pairs_options": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
-    "linear_ce_pair_weight": _GEMM,
+    # A tile of frequent words has most of the pairs: small output tiles share it among more SMs.
+    "linear_ce_pair_weight": GemmTile(128, 128, 64, num_warps=4, num_stages=3),
     "moe_gate_up": GemmTile(128, 256, 64, num_warps=8, num_stages=3, tma=True, staged_bytes=2),
     "moe_rows": GemmTile(128, 256, 64, num_warps=8, num_stages=3, tma=True, staged_bytes=2),
     # The activation's backward holds five tiles at once: twice as wide spills.
@@ -44,9 +45,11 @@ _SM_90 = {
     "moe_wgrad": GemmTile(128, 256, 64, num_warps=8, num_stages=3, tma=True, staged_bytes=2),
     **_FEW,
 }
-_SM_80 = {stage: GemmTile(128, 128, 32, num_warps=8, num_stages=3) for stage in _SM_90} | {
-    stage: GemmTile(128, 64, 32, num_warps=8, num_stages=3) for stage in ("moe_act_bwd",)
-} | _FEW
+_SM_80 = (
+    {stage: GemmTile(128, 128, 32, num_warps=8, num_stages=3) for stage in _SM_90}
+    | {stage: GemmTile(128, 64, 32, num_warps=8, num_stages=3) for stage in ("moe_act_bwd",)}
+    | _FEW
+)
 # 128×256×64 at 8 wavefronts is the largest tile without spills once an epilogue is there (bench/notes/amd_tiles.md);
 # two stages are one buffer of LDS for the compiler, and 16×16 MFMA leaves more registers than 32×32.
 _GFX942 = {stage: GemmTile(128, 128, 64, num_warps=8, num_stages=2, matrix_instr=16) for stage in _SM_90}

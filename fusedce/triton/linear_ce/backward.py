@@ -92,10 +92,11 @@ def d_logits_bwd_kernel(
     """A program takes one BLOCK_N × BLOCK_V tile after another and writes its gradient of the loss.
 
     row_ptr: (num_rows, 8) fp32: slope2, maximum, log₂ Σ, on_probs, on_target, on_surprise, H·log₂e (see
-    `fusedce.rows`). COUNTED: only the first *count_ptr rows; the tile that they end in is written to its end.
+    `fusedce.rows`). COUNTED: only the first *count_ptr rows; the tile that they end in is filled up with zeros.
     Writes each element once; reads both operands of the tile from L2. Offsets into the chunk are int64: rows × V may
     pass 2³¹.
     """
+    last_row = num_rows
     if COUNTED:
         num_rows = tl.load(count_ptr)
     num_n = tl.cdiv(num_rows, BLOCK_N)
@@ -118,7 +119,7 @@ def d_logits_bwd_kernel(
             # The tile's corner in int64; inside it 32 bits do, and leave registers to the accumulators.
             corner = out + block_n.to(tl.int64) * BLOCK_N * out_stride + block_v * BLOCK_V
             out_ptrs = corner + tl.arange(0, BLOCK_N)[:, None] * out_stride + tl.arange(0, BLOCK_V)[None, :]
-            mask = mask_n[:, None] & (block_v * BLOCK_V + tl.arange(0, BLOCK_V) < vocab)[None, :]
+            mask = (offs_n < last_row)[:, None] & (block_v * BLOCK_V + tl.arange(0, BLOCK_V) < vocab)[None, :]
             tl.store(out_ptrs, round_to(d_raw, out.dtype.element_ty), mask=mask)
 
 
@@ -196,7 +197,7 @@ def launch_d_logits(
     run = head((STAGE, STAGE_WITH_OPTIONS), rows, weight, bias, options, out)
     with torch.cuda.device_of(rows):
         KERNEL[run.grid()](
-            *run.arguments(), target, numbers, target if count is None else count, operand(out, run.tile, (run.tile.block_m, run.tile.block_n)),
-            *run.sizes(), out.stride(0),
+            *run.arguments(), target, numbers, target if count is None else count,
+            operand(out, run.tile, (run.tile.block_m, run.tile.block_n)), *run.sizes(), out.stride(0),
             **run.constants(), HAS_ENTROPY=has_entropy, COUNTED=count is not None, **run.launch(),
         )  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 from fusedce.budget import WORD_TILE
 from fusedce.configs import GemmTile
 from fusedce.triton.common import ROW_LAUNCH
-from fusedce.triton.linear_sparse.bounds import is_worked
+from fusedce.triton.linear_sparse.bounds import pair_bounds, row_weights
 
 STAGE = None
 BLOCK_N, TILES = 256, 32
@@ -41,12 +41,14 @@ def pair_count_kernel(
     mask_n = offs_n < num_rows
     mask_on = offs_n < tl.where(threshold < 0.0, 0, num_rows)
     own_tile = tl.load(own_tile_ptr + offs_n, mask=mask_n, other=-1)
+    weight, surprise, entropy = row_weights(row_ptr, offs_n, mask_n, HAS_ENTROPY)
     of_row = tl.zeros((BLOCK_N,), tl.int32)
     first = tl.program_id(1) * TILES
     for tile in range(first, tl.minimum(first + TILES, num_tiles)):
-        worked = is_worked(
-            mass_ptr, row_ptr, own_tile, threshold, tile, offs_n, mask_on, mass_stride, HAS_ENTROPY, WORD_TILE
-        ).to(tl.int32)
+        bound = pair_bounds(
+            mass_ptr, weight, surprise, entropy, tile, offs_n, mask_on, mass_stride, HAS_ENTROPY, WORD_TILE
+        )
+        worked = (mask_on & ((bound >= threshold) | (own_tile == tile))).to(tl.int32)
         of_row += worked
         tl.store(of_tile_ptr + tile * tl.num_programs(0) + block, tl.sum(worked, 0))
     tl.store(of_row_ptr + offs_n.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), of_row, mask=mask_n)

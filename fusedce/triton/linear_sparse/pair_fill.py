@@ -9,7 +9,7 @@ from torch import Tensor
 from fusedce.budget import WORD_TILE
 from fusedce.configs import GemmTile
 from fusedce.triton.common import ROW_LAUNCH
-from fusedce.triton.linear_sparse.bounds import is_worked
+from fusedce.triton.linear_sparse.bounds import pair_bounds, row_weights
 from fusedce.triton.linear_sparse.pair_count import BLOCK_N, TILES
 
 STAGE = None
@@ -45,12 +45,14 @@ def pair_fill_kernel(
     mask_n = offs_n < tl.where(threshold < 0.0, 0, num_rows)
     own_tile = tl.load(own_tile_ptr + offs_n, mask=mask_n, other=-1)
     place = tl.load(of_row_ptr + offs_n.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), mask=mask_n, other=0)
+    weight, surprise, entropy = row_weights(row_ptr, offs_n, mask_n, HAS_ENTROPY)
     first = tl.program_id(1) * TILES
     last = tl.where(threshold < 0.0, first, tl.minimum(first + TILES, num_tiles))
     for tile in range(first, last):
-        worked = is_worked(
-            mass_ptr, row_ptr, own_tile, threshold, tile, offs_n, mask_n, mass_stride, HAS_ENTROPY, WORD_TILE
+        bound = pair_bounds(
+            mass_ptr, weight, surprise, entropy, tile, offs_n, mask_n, mass_stride, HAS_ENTROPY, WORD_TILE
         )
+        worked = mask_n & ((bound >= threshold) | (own_tile == tile))
         rank = tl.cumsum(worked.to(tl.int32), 0)
         pair = tl.load(of_tile_ptr + tile * tl.num_programs(0) + block) + rank - 1
         tl.store(pair_row_ptr + pair, offs_n, mask=worked)

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) merged_sums_kernel(TileSums tiles, S
   RowResult result{0.0f, 0.0f, 0.0f, INFINITY, 0.0f};
   if (rows.target[row] != rows.ignore_index) {
     OnlineSums sums = of_part[0][inside];
-#pragma unroll
+#pragma unroll 1  // or all parts lie in registers at once
     for (int i = 1; i < kParts; ++i) sums = merged(sums, of_part[i][inside], slope);
     result = with_target(sums, rows.raw_target[row], slope);
   }

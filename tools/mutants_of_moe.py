@@ -16,6 +16,12 @@ T_ROUTE = "-m interpret tests/interpret/test_moe_route.py::test_{}[triton-cpu{}]
 PARTS, REPLAY = "mo_a08_slots_that_take_no_part", "replay_of_ids_from_elsewhere"
 TIES, FUZZ = "equal_scores_and_equal_groups_go_to_the_lowest_ids", "tests/test_moe_fuzz.py::test_{}[eager-cpu]"
 
+# Ids with spaces, in quotes.
+CHUNKS = "'tests/test_moe_plan.py::test_chunks_are_the_plans_of_their_tokens[eager-cpu-(7, 2, 5, 3)]'"
+SUMS = "'tests/test_moe_balance.py::test_sums_and_gradient[eager-cpu-(1, 40, 6, 2, torch.float32)-softmax-none]'"
+T_CHUNKS = (
+    "-m interpret 'tests/interpret/test_moe.py::test_chunks_are_the_plans_of_their_tokens[triton-cpu-(7, 2, 5, 3)]'"
+)
 MUTANTS = (
     # ── plain torch ─────────────────────────────────────────────────────────────────────────────────────────────────
     dict(
@@ -89,7 +95,7 @@ MUTANTS = (
         breaks="half the slope of lse²",
         old="(2.0 * values.logsumexp(1) * g2)",
         new="(values.logsumexp(1) * g2)",
-        tests=BALANCE.format("sums_and_gradient", "-softmax-none-(1, 40, 6, 2, torch.float32)").join("''"),
+        tests=SUMS,
     ),
     dict(
         name="moe-eager-chunk-s-end",
@@ -97,7 +103,7 @@ MUTANTS = (
         breaks="the last, shorter chunk is lost",
         old="length = -(-top_k_index.shape[0] // num_chunks)",
         new="length = top_k_index.shape[0] // num_chunks",
-        tests=PLAN.format("chunks_are_the_plans_of_their_tokens", "-(7, 2, 5, 3)").join("''"),
+        tests=CHUNKS,
     ),
     # ── the ops, functions and modules ──────────────────────────────────────────────────────────────────────────────
     dict(
@@ -155,7 +161,7 @@ MUTANTS = (
         breaks="a group's best is counted twice",
         old="            left = tl.where(picked, TAKEN, left)\n",
         new="",
-        tests=T_ROUTE.format("choice_weights_and_gradient", "-(33, 24, 3, 4, 2, 2, True, 'sigmoid')").join('""'),
+        tests=T_ROUTE.format("choice_weights_and_gradient", "-33-24-3-4-2-2-True-sigmoid"),
     ),
     dict(
         name="moe-triton-any-group",
@@ -166,7 +172,7 @@ MUTANTS = (
         tests=T_ROUTE.format(TIES, ""),
     ),
     dict(
-        name="moe-triton-last-of-equals",
+        name="moe-triton-no-correction",
         file=TRITON + "route.py",
         breaks="the correction is not added",
         old="values += tl.load(correction_ptr + offs_e, mask=mask_e, other=0.0)[None, :]",
@@ -195,7 +201,7 @@ MUTANTS = (
         breaks="a chunk's rows follow the chunk before",
         old="        if num_chunks > 1:\n",
         new="        if num_chunks < 0:\n",
-        tests=T_BASE.format("chunks_are_the_plans_of_their_tokens", "-(7, 2, 5, 3)").join("''"),
+        tests=T_CHUNKS,
     ),
     dict(
         name="moe-triton-rank-of-later-slots",

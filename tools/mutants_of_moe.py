@@ -19,6 +19,10 @@ TIES, FUZZ = "equal_scores_and_equal_groups_go_to_the_lowest_ids", "tests/test_m
 # Ids with spaces, in quotes.
 CHUNKS = "'tests/test_moe_plan.py::test_chunks_are_the_plans_of_their_tokens[eager-cpu-(7, 2, 5, 3)]'"
 SUMS = "'tests/test_moe_balance.py::test_sums_and_gradient[eager-cpu-(1, 40, 6, 2, torch.float32)-softmax-none]'"
+T_SUMS = (
+    "-m interpret 'tests/interpret/test_moe_route.py::test_sums_and_gradient"
+    "[triton-cpu-(1, 40, 6, 2, torch.float32)-softmax-bool]'"
+)
 T_CHUNKS = (
     "-m interpret 'tests/interpret/test_moe.py::test_chunks_are_the_plans_of_their_tokens[triton-cpu-(7, 2, 5, 3)]'"
 )
@@ -136,7 +140,7 @@ MUTANTS = (
         breaks="a chunk's plan begins at another's slots",
         old="self.row_slot[start * top_k : stop * top_k]",
         new="self.row_slot[start:stop]",
-        tests=PLAN.format("experts_chunk_by_chunk_give_the_same_bits", ""),
+        tests=PLAN.format("mo_a15_experts_chunk_by_chunk_give_the_same_bits", ""),
     ),
     dict(
         name="moe-router-kept",
@@ -233,7 +237,7 @@ MUTANTS = (
         breaks="masked tokens count in the z-loss",
         old="tl.sum(lse * lse * kept, 0)",
         new="tl.sum(lse * lse, 0)",
-        tests=T_ROUTE.format("masked_tokens_may_hold_anything", ""),
+        tests=T_SUMS,
     ),
     dict(
         name="moe-triton-no-slope",

@@ -110,6 +110,10 @@ def test_mo_a08_slots_that_take_no_part(place: Place) -> None:
     gold = with_gradients(lambda *t: plain(*t, index.cpu()), in_fp64(zeroed), [g.double().cpu() for g in grads])
     twin = with_gradients(lambda *t: plain(*t, index), zeroed, grads)
     assert not out[0][7].any() and not out[4][left_out].any()
+    plan = fusedce.moe_plan(index.masked_fill(left_out, -1), 6, backend=place.backend)
+    rows = fusedce.moe_experts(*spoiled, plan, backend=place.backend)
+    rows[int(plan.offsets[-1]) :] = torch.nan
+    assert torch.equal(fusedce.moe_combine(rows, plan, backend=place.backend), out[0])
     for name, o, g, t in zip(NAMES, out, gold, twin, strict=True):
         if name == "d_top_k_weights":  # plain torch has a gradient there, times a weight of 0
             g, t = g.masked_fill(left_out.cpu(), 0.0), t.masked_fill(left_out, 0.0)
@@ -151,7 +155,8 @@ def test_chunks_are_the_plans_of_their_tokens(sizes: tuple[int, ...], place: Pla
         chunks.rank_counts(num_experts + 1)
 
 
-def test_experts_chunk_by_chunk_give_the_same_bits(place: Place) -> None:
+def test_mo_a15_experts_chunk_by_chunk_give_the_same_bits(place: Place) -> None:
+    """Megatron-LM#1327: two ways to dispatch trained to different losses."""
     case = Case(50, 20, 12, 6, 2)
     hidden, gate_up, down, weights, index = case.inputs(place.device)
     (whole,) = ours(place.backend, hidden, gate_up, down, weights, index)
@@ -212,7 +217,8 @@ def test_a_bad_id_on_a_gpu_is_reported_without_a_sync(backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_chunks", [1, 3])
 def test_a_cuda_graph_replays_route_and_plan(num_chunks: int) -> None:
-    """One call outside fills the caches; then new logits in the same memory give new plans, without the host."""
+    """vllm-xpu-kernels#567 (PK-A12): a sync broke the capture. Ours: one call outside fills the caches; then new
+    logits in the same memory give new plans, without the host."""
     logits = torch.randn(50, 12, device="cuda")
 
     def plan() -> tuple[torch.Tensor, ...]:

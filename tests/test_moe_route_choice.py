@@ -33,7 +33,7 @@ def choose(row: list[float], top_k: int, groups: int, top_groups: int, best: int
     return sorted((e for g in sorted(taken) for e in members[g]), key=lambda e: -row[e])[:top_k]
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(map(str, choice)))
 def test_choice_weights_and_gradient(choice: tuple, place: Place) -> None:
     num_tokens, num_experts, top_k, groups, top_groups, best, corrected, score = choice
     generator = torch.Generator().manual_seed(num_experts)

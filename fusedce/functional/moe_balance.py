@@ -81,13 +81,15 @@ def load_balance_loss(balances: RouterBalance | Sequence[RouterBalance]) -> Tens
     does not divide it by K. The gradient flows through P.
 
     Args:
-        balances: of one layer or of several of the same E.
+        balances: of one layer or of several of the same E, sums (B, E) and (B,).
 
     Returns:
         (), fp32 (fp64 for fp64); 0 without a token.
 
     Raises:
         ValueError: no layer, or layers of different E.
+
+    Memory: a few vectors of B·E. Deterministic, no host sync.
     """
     layers = _layers("load_balance_loss", balances)
     tokens = _at_least_one(_total([b.tokens.sum() for b in layers]))
@@ -102,13 +104,15 @@ def sequence_balance_loss(balances: RouterBalance | Sequence[RouterBalance]) -> 
     those of DeepSeek-V3. It is 1 where a sequence's load is even. The gradient flows through P.
 
     Args:
-        balances: of one layer or of several. A sequence without a token counts 0.
+        balances: of one layer or of several, sums (B, E). A sequence without a token counts 0.
 
     Returns:
         (), fp32 (fp64 for fp64).
 
     Raises:
         ValueError: no layer, or layers of different E.
+
+    Memory: a few vectors of B·E. Deterministic, no host sync.
     """
     layers = _layers("sequence_balance_loss", balances)
     losses = []
@@ -123,13 +127,15 @@ def router_z_loss(balances: RouterBalance | Sequence[RouterBalance]) -> Tensor:
     """The mean of lse(logits)² over all tokens of all the layers given: keeps a router's logits small.
 
     Args:
-        balances: of one layer or of several of the same E.
+        balances: of one layer or of several of the same E, sums (B, E) and (B,).
 
     Returns:
         (), fp32 (fp64 for fp64); 0 without a token.
 
     Raises:
         ValueError: no layer, or layers of different E.
+
+    Memory: a few vectors of B·E. Deterministic, no host sync.
     """
     layers = _layers("router_z_loss", balances)
     return _total([b.square.sum() for b in layers]) / _at_least_one(_total([b.tokens.sum() for b in layers]))
@@ -146,10 +152,13 @@ def update_correction(correction: Tensor, counts: Tensor, rate: float) -> None:
         counts: (E,) numbers: the slots of each expert since the last call, such as `MoEPlan.counts`.
         rate: a finite number above 0; DeepSeek-V3 took 0.001.
 
+    Returns:
+        None.
+
     Raises:
         TypeError, ValueError: a wrong kind, dtype, shape or value, naming the argument.
 
-    No host sync; deterministic.
+    Memory: a few vectors of E. Deterministic, no host sync.
     """
     op = "update_correction"
     checks.tensor(op, "correction", correction, checks.FLOATS)

@@ -6,6 +6,7 @@ module. This puts fusedce's functions there and sets the name. Routers, shared e
 """
 
 import functools
+import importlib
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ _SILU = ("SiLU", "SiLUActivation")
 class ExpertsHandle:
     """What `fuse_experts` returns: `undo()` takes it back, and so does leaving it as a context manager."""
 
-    def __init__(self, model: nn.Module, before: dict[str, Any]) -> None:
+    def __init__(self, model: Any, before: dict[str, Any]) -> None:
         self._model, self._before = model, before
         self._done = False
 
@@ -84,10 +85,10 @@ def fuse_experts(model: nn.Module, *, backend: str = "auto") -> ExpertsHandle:
     return handle
 
 
-def _pretrained(model: nn.Module) -> nn.Module:
+def _pretrained(model: nn.Module) -> Any:
     """The PreTrainedModel in a PeftModel, or the model itself."""
     base = getattr(model, "get_base_model", None)
-    target = base() if callable(base) else model
+    target: Any = base() if callable(base) else model
     if not hasattr(target, "set_experts_implementation"):
         raise TypeError(
             f"fusedce.fuse_experts: {type(target).__name__} has no set_experts_implementation; expected a model of "
@@ -98,19 +99,18 @@ def _pretrained(model: nn.Module) -> nn.Module:
 
 def _registered(backend: str) -> str:
     """The name of the backend's function in transformers' registry."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
+    registry = importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
     name = "fusedce" if backend == "auto" else f"fusedce_{backend}"
-    ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(_forward, backend))
+    registry.register(name, functools.partial(_forward, backend))
     return name
 
 
-def _is_experts(module: nn.Module) -> bool:
+def _is_experts(module: Any) -> bool:
     """Whether transformers' decorator of experts made it: these are the attributes that it sets."""
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated"))
 
 
-def _refuse(module: nn.Module) -> None:
+def _refuse(module: Any) -> None:
     """TypeError unless the module's experts are down · (silu(gate · x) · (up · x)), gate and up one behind the
     other."""
     reason = None
@@ -131,9 +131,7 @@ def _refuse(module: nn.Module) -> None:
         raise TypeError(f"fusedce.fuse_experts: the experts of {type(module).__name__} {reason}, which is not fused")
 
 
-def _forward(
-    backend: str, self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
+def _forward(backend: str, self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The forward of an experts module: hidden_states (N, D), ids and weights (N, K) -> (N, D)."""
     _refuse(self)
     gate_up, down = self.gate_up_proj, self.down_proj

@@ -114,11 +114,11 @@ class MoE(nn.Module):
         plan = moe_plan(index, self.gate_up_proj.shape[0], backend=self.backend)
         rows = moe_experts(flat, self.gate_up_proj, self.down_proj, weights, plan, backend=self.backend)
         out = moe_combine(rows, plan, backend=self.backend)
-        if self.shared_gate_up_proj is not None:
+        if self.shared_gate_up_proj is not None and self.shared_down_proj is not None:
             out = out + self._shared(flat, self.shared_gate_up_proj, self.shared_down_proj)
         return out.reshape(hidden.shape)
 
-    def _shared(self, flat: Tensor, gate_up_proj: Tensor, down_proj: Tensor | None) -> Tensor:
+    def _shared(self, flat: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
         gate, up = F.linear(flat, gate_up_proj).chunk(2, -1)
         out = F.linear(F.silu(gate) * up, down_proj)
         return out if self.shared_gate is None else torch.sigmoid(F.linear(flat, self.shared_gate)) * out

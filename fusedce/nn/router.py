@@ -102,19 +102,31 @@ class Router(nn.Module):
         mask, num_sequences: see `fusedce.moe_balance`; used where `collect` is.
         """
         options, logits = self.options, self.logits(hidden)
-        weighing = dict(score=options.score, renormalize=options.renormalize, scale=options.scale, backend=self.backend)
+        score, renormalize, scale = options.score, options.renormalize, options.scale
         if top_k_index is None:
-            groups = dict(num_groups=options.num_groups, top_groups=options.top_groups, group_best=options.group_best)
-            routing = moe_route(logits, self.top_k, correction=self.correction, **groups, **weighing)
+            routing = moe_route(
+                logits,
+                self.top_k,
+                correction=self.correction,
+                score=score,
+                renormalize=renormalize,
+                scale=scale,
+                num_groups=options.num_groups,
+                top_groups=options.top_groups,
+                group_best=options.group_best,
+                backend=self.backend,
+            )
         else:
-            routing = moe_replay(logits, top_k_index, **weighing)
+            routing = moe_replay(
+                logits, top_k_index, score=score, renormalize=renormalize, scale=scale, backend=self.backend
+            )
         if self.collect and self.training:
             self.balance = moe_balance(
                 logits,
                 routing.top_k_index,
                 mask=mask,
                 num_sequences=num_sequences,
-                score=options.score,
+                score=score,
                 backend=self.backend,
             )
         return routing

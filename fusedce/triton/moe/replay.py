@@ -42,17 +42,19 @@ def replay_fwd_kernel(
     scores = scores_of(logits, num_experts, IS_SOFTMAX, BLOCK_E)
     slots = offs_n.to(tl.int64) * top_k
     chosen = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
     outside = tl.zeros((BLOCK_N, BLOCK_K), tl.int32)
     for k in range(top_k):
         # In 64 bits, so that 2³² is not expert 0.
         expert = tl.load(index_ptr + slots + k, mask=mask_n, other=-1)
         picked = offs_e.to(tl.int64)[None, :] == expert[:, None]
         score = tl.sum(tl.where(picked, scores, 0.0), 1)
+        total += score
         here = (offs_k == k)[None, :]
         chosen = tl.where(here, score[:, None], chosen)
         wrong = ((expert < -1) | (expert >= num_experts))[:, None]
         outside = tl.where(here & wrong, 1, outside)
-    total = divisor(chosen if RENORMALIZE else scores, IS_SOFTMAX, RENORMALIZE)
+    total = divisor(total if RENORMALIZE else tl.sum(scores, 1), IS_SOFTMAX, RENORMALIZE)
     weights = tl.where(outside != 0, float("nan"), scale * chosen / total[:, None])
     offsets = slots[:, None] + offs_k[None, :]
     tl.store(weights_ptr + offsets, weights, mask=mask_n[:, None] & (offs_k < top_k)[None, :])

@@ -61,16 +61,19 @@ def route_fwd_kernel(
         allowed = best_groups(values, keys, group, num_groups, top_groups, group_best, BLOCK_N, BLOCK_E, BLOCK_G)
         keys = tl.where(allowed != 0, keys, TAKEN)
     chosen = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    # One after the other, so that a replay of the choice sums in the same order.
+    total = tl.zeros((BLOCK_N,), tl.float32)
     index = tl.zeros((BLOCK_N, BLOCK_K), tl.int32)
     for k in range(top_k):
         best = tl.argmax(keys, 1, tie_break_left=True)
         picked = offs_e[None, :] == best[:, None]
         score = tl.sum(tl.where(picked, scores, 0.0), 1)
+        total += score
         here = (offs_k == k)[None, :]
         chosen = tl.where(here, score[:, None], chosen)
         index = tl.where(here, best[:, None], index)
         keys = tl.where(picked, TAKEN, keys)
-    total = divisor(chosen if RENORMALIZE else scores, IS_SOFTMAX, RENORMALIZE)
+    total = divisor(total if RENORMALIZE else tl.sum(scores, 1), IS_SOFTMAX, RENORMALIZE)
     offsets = offs_n.to(tl.int64)[:, None] * top_k + offs_k[None, :]
     mask = mask_n[:, None] & (offs_k < top_k)[None, :]
     tl.store(weights_ptr + offsets, scale * chosen / total[:, None], mask=mask)

@@ -55,7 +55,7 @@ def route_bwd_kernel(
         slope = tl.full(scores.shape, 1.0, tl.float32)
     if RENORMALIZE or not IS_SOFTMAX:
         scores = tl.where(count > 0.0, scores, 0.0)
-    share = scores / divisor(scores * count if RENORMALIZE else scores, IS_SOFTMAX, RENORMALIZE)[:, None]
+    share = scores / divisor(tl.sum(scores * count if RENORMALIZE else scores, 1), IS_SOFTMAX, RENORMALIZE)[:, None]
     if RENORMALIZE:
         upstream -= count * tl.sum(share * upstream, 1)[:, None]
     elif IS_SOFTMAX:

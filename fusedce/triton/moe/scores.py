@@ -37,9 +37,8 @@ def scores_of(logits, num_experts, IS_SOFTMAX: tl.constexpr, BLOCK_E: tl.constex
 
 
 @triton.jit
-def divisor(scores, IS_SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr):
-    """What divides a row's scores: their sum, or 1 for sigmoid scores that stay as they are; 1 where all are 0."""
-    total = tl.sum(scores, 1)
+def divisor(total, IS_SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr):
+    """What divides a row's scores: the sum `total`, or 1 for sigmoid scores that stay as they are; 1 where it is 0."""
     if not IS_SOFTMAX and not RENORMALIZE:
         total = tl.full(total.shape, 1.0, tl.float32)
     return tl.where(total == 0.0, 1.0, total)

@@ -43,6 +43,11 @@ _SM_90 = {
     "moe_wgrad": _EXPERTS,
     **_FEW,
 }
+# Untried: the widest tiles that spill nothing.
+_SM_100 = _SM_90 | {
+    "moe_gate_up": GemmTile(128, 128, 64, num_warps=8, num_stages=4, tma=True, staged_bytes=2),
+    "moe_wgrad": GemmTile(128, 128, 64, num_warps=8, num_stages=4, tma=True, staged_bytes=2),
+}
 _SM_80 = {stage: GemmTile(128, 128, 32, num_warps=8, num_stages=3) for stage in _SM_90} | _FEW
 # 128×256×64 at 8 wavefronts is the largest tile without spills once an epilogue is there (bench/notes/amd_tiles.md);
 # two stages are one buffer of LDS for the compiler, and 16×16 MFMA leaves more registers than 32×32.
@@ -61,7 +66,7 @@ STAGES = tuple(_SM_90)
 TABLES = {
     "sm_80": _SM_80,
     "sm_90": _SM_90,
-    "sm_100": _SM_90,
+    "sm_100": _SM_100,
     "gfx942": _GFX942,
     "gfx950": _GFX942,
     "generic": _GENERIC,

@@ -78,13 +78,16 @@ def gate_up_fwd_kernel(
             gate, up = both.reshape(BLOCK_R, BLOCK_F, 2).split()
         else:
             gate, up = both.reshape(BLOCK_R, 2, BLOCK_F).permute(0, 2, 1).split()
-        rows = tl.load(table_ptr + num_tiles + tile_r) + tl.arange(0, BLOCK_R)
-        mask_r = (rows < tl.load(table_ptr + 2 * num_tiles + tile_r))[:, None]
+        start = tl.load(table_ptr + num_tiles + tile_r)
+        offs_r = tl.arange(0, BLOCK_R)
+        mask_r = (start + offs_r < tl.load(table_ptr + 2 * num_tiles + tile_r))[:, None]
         offs_f = tile_f * BLOCK_F + tl.arange(0, BLOCK_F)
         mask_f = (offs_f < ffn)[None, :]
         dtype: tl.constexpr = act.dtype if DESCRIPTORS else act.dtype.element_ty
         if SAVE:
-            pre_act_ptrs = pre_act_ptr + rows.to(tl.int64)[:, None] * (2 * ffn) + offs_f[None, :]
+            # The tile's first row in int64; inside it 32 bits do, and leave registers to the accumulators.
+            corner = pre_act_ptr + start.to(tl.int64) * (2 * ffn)
+            pre_act_ptrs = corner + offs_r[:, None] * (2 * ffn) + offs_f[None, :]
             tl.store(pre_act_ptrs, round_to(gate, dtype), mask=mask_r & mask_f)
             tl.store(pre_act_ptrs + ffn, round_to(up, dtype), mask=mask_r & mask_f)
         values, _, _ = gated(gate, up, limit, KIND, dtype == tl.float32)
@@ -93,8 +96,8 @@ def gate_up_fwd_kernel(
         if DESCRIPTORS:
             act.store([tile_r * BLOCK_R, tile_f * BLOCK_F], values)
         else:
-            padded = tile_r.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-            tl.store(act + padded[:, None] * act_stride + offs_f[None, :], values, mask=mask_f)
+            corner = act + tile_r.to(tl.int64) * BLOCK_R * act_stride
+            tl.store(corner + offs_r[:, None] * act_stride + offs_f[None, :], values, mask=mask_f)
 
 
 KERNEL = gate_up_fwd_kernel

@@ -67,22 +67,21 @@ def rows_fwd_kernel(
         if HAS_BIAS:
             bias_ptrs = bias_ptr + expert.to(tl.int64) * width + offs_w
             acc += tl.load(bias_ptrs, mask=offs_w < tl.where(expert < num_experts, width, 0), other=0.0).to(tl.float32)[None, :]
-        rows = tl.load(table_ptr + num_tiles + tile_r) + tl.arange(0, BLOCK_R)
-        mask_r = rows < tl.load(table_ptr + 2 * num_tiles + tile_r)
+        start = tl.load(table_ptr + num_tiles + tile_r)
+        offs_r = tl.arange(0, BLOCK_R)
+        mask_r = start + offs_r < tl.load(table_ptr + 2 * num_tiles + tile_r)
         if WEIGHTED:
-            slot = tl.load(row_slot_ptr + rows, mask=mask_r, other=-1)
+            slot = tl.load(row_slot_ptr + start + offs_r, mask=mask_r, other=-1)
             weights = tl.load(top_k_weights_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
             acc = acc * weights[:, None]
-        mask_n = (offs_n < width)[None, :]
         if PADDED and DESCRIPTORS:
             out.store([tile_r * BLOCK_R, tile_n * BLOCK_N], round_to(acc, out.dtype))
-        elif PADDED:
-            padded = tile_r.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-            out_ptrs = out + padded[:, None] * out_stride + offs_n[None, :]
-            tl.store(out_ptrs, round_to(acc, out.dtype.element_ty), mask=mask_n)
         else:
-            out_ptrs = out + rows.to(tl.int64)[:, None] * out_stride + offs_n[None, :]
-            tl.store(out_ptrs, round_to(acc, out.dtype.element_ty), mask=mask_r[:, None] & mask_n)
+            # The tile's first row in int64; inside it 32 bits do, and leave registers to the accumulators.
+            first = tile_r * BLOCK_R if PADDED else start
+            out_ptrs = out + first.to(tl.int64) * out_stride + offs_r[:, None] * out_stride + offs_n[None, :]
+            mask = (offs_n < width)[None, :] if PADDED else mask_r[:, None] & (offs_n < width)[None, :]
+            tl.store(out_ptrs, round_to(acc, out.dtype.element_ty), mask=mask)
 
 
 KERNEL = rows_fwd_kernel

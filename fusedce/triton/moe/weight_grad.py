@@ -68,8 +68,9 @@ def weight_bwd_kernel(
     if STORES:
         out.store([expert, tile_m * BLOCK_M, tile_n * BLOCK_N], round_to(acc, out.dtype).reshape(1, BLOCK_M, BLOCK_N))
     else:
-        out_ptrs = out + expert.to(tl.int64) * out_stride_e + offs_m.to(tl.int64)[:, None] * out_stride
-        out_ptrs += offs_n[None, :]
+        # The tile's corner in int64; inside it 32 bits do, and leave registers to the accumulators.
+        corner = out + expert.to(tl.int64) * out_stride_e + tile_m.to(tl.int64) * BLOCK_M * out_stride
+        out_ptrs = corner + tl.arange(0, BLOCK_M)[:, None] * out_stride + offs_n[None, :]
         mask = (offs_m < height)[:, None] & (offs_n < width)[None, :]
         if ADD:
             acc += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)

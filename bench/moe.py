@@ -37,8 +37,7 @@ def fused(backend: str) -> Layer:
 
     def layer(hidden: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         plan = fusedce.moe_plan(index, gate_up.shape[0], backend=backend)
-        rows = fusedce.moe_experts(hidden, gate_up, down, weights, plan, backend=backend)
-        return fusedce.moe_combine(rows, plan, backend=backend)
+        return fusedce.moe_experts(hidden, gate_up, down, weights, plan, combine=True, backend=backend)
 
     return layer
 

@@ -1,5 +1,6 @@
 """What the kernels need to know of a machine: one frozen row per architecture, from a name or from a device."""
 
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -70,9 +71,18 @@ def of_device(device: "torch.device | str") -> Arch:
     """
     import torch
 
-    if torch.device(device).type != "cuda":
+    device = torch.device(device)
+    if device.type != "cuda":
         return ARCHS["generic"]
-    properties = torch.cuda.get_device_properties(device)
+    return _of_gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _of_gpu(index: int) -> Arch:
+    """The row for a GPU by its number. Kept, because every launch asks."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
     is_amd = torch.version.hip is not None
     row = amd_arch(properties.gcnArchName) if is_amd else nvidia_arch(properties.major, properties.minor)
     return replace(row, num_units=properties.multi_processor_count)

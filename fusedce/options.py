@@ -77,22 +77,26 @@ class Wanted(NamedTuple):
 UpstreamOf = Callable[[int, int, Tensor, Tensor, Tensor], Upstream]
 
 
+ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "gpt_oss")
+SAVES = ("pre_activation", "plan")
+
+
 @dataclass(frozen=True)
 class ExpertOptions:
-    """What an expert does between its two projections, and what is kept for the backward.
+    """What an expert does between its two projections, what is kept for the backward, and what comes out.
 
-    activation: one of `fusedce.moe_experts`; limit: of its clamp ("gpt_oss"). interleaved: whether rows 2j and 2j + 1
-    of an expert's gate_up_proj are gate j and up j, not rows j and F + j. save: "pre_activation", or "plan" for
-    nothing but the inputs and the plan.
+    activation, limit, interleaved, save, combine: as in `fusedce.moe_experts`.
     """
 
     activation: str = "swiglu"
     limit: float = 7.0
     interleaved: bool = False
     save: str = "pre_activation"
+    combine: bool = False
 
     @property
     def keeps_pre_act(self) -> bool:
+        """Whether the pre-activation is kept for the backward, which else makes it again."""
         return self.save == "pre_activation"
 
 

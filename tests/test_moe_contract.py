@@ -53,13 +53,16 @@ def test_opcheck_route_and_plan(case: Case, place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    "mask", [[True] * 4, [True, False, False, False], [False, True, False, True], [False, False, True, False]]
+    "mask", [[True] * 6, [True, *[False] * 5], [False, True] * 3, [False, False, True, False, False, False]]
 )
 def test_opcheck_backward(mask: list[bool], place: Place) -> None:
     tensors, plan = leaves(Case(9, 8, 6, 5, 2), place, needs_grad=False)
     parts = (plan.offsets, plan.row_slot, plan.slot_row)
-    rows, pre_act = OPS.moe_experts(*tensors, *parts, backend=place.backend)
-    opcheck(OPS.moe_experts_backward.default, (torch.randn_like(rows), *tensors, *parts, pre_act, mask, place.backend))
+    biases = torch.randn(5, 12, device=place.device), torch.randn(5, 8, device=place.device)
+    rows, pre_act = OPS.moe_experts(*tensors, *parts, *biases, backend=place.backend)
+    settings = ("swiglu", 7.0, False, "pre_activation", False)
+    arguments = (torch.randn_like(rows), *tensors, *parts, *biases, pre_act, *settings, mask, place.backend)
+    opcheck(OPS.moe_experts_backward.default, arguments)
     logits = torch.randn(9, 5, device=place.device)
     weights, index = fusedce.moe_route(logits, 2, backend=place.backend)
     opcheck(OPS.moe_route_backward.default, (weights, logits, index, "softmax", True, 1.0, place.backend))

@@ -35,11 +35,11 @@ class GemmTile:
         return self.block_m * self.block_n // (self.num_warps * wave_size)
 
 
-def fits(tile: GemmTile, arch: Arch, itemsize: int, num_accumulators: int = 1) -> str | None:
+def fits(tile: GemmTile, arch: Arch, itemsize: int) -> str | None:
     """None if `tile` runs on `arch` with operands of `itemsize` bytes, else the reason why not.
 
-    num_accumulators: output tiles a kernel holds at once (two where gate and up are computed together). 192 of the 255
-    registers a lane may go to accumulators; a wavefront has 512 with its AGPRs, of which the compiler uses as many.
+    192 of the 255 registers a lane may go to accumulators; a wavefront has 512 with its AGPRs, of which the compiler
+    uses as many.
     """
     threads = tile.num_warps * arch.wave_size
     if threads > arch.max_threads:
@@ -47,7 +47,7 @@ def fits(tile: GemmTile, arch: Arch, itemsize: int, num_accumulators: int = 1) -
     shared = tile.shared_bytes(itemsize)
     if shared > arch.shared_bytes:
         return f"{shared} bytes of shared memory, {arch.name} has {arch.shared_bytes}"
-    accumulators = num_accumulators * tile.accumulators(arch.wave_size)
+    accumulators = tile.accumulators(arch.wave_size)
     if accumulators > 192:
         return f"{accumulators} accumulators a lane, more than 192"
     return None

@@ -11,7 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "gpt_oss")
 ALPHA = 1.702
 
 

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fusedce.eager.activation import gated
+from fusedce.options import ExpertOptions
+
 
 def moe_experts(
     hidden: Tensor,
@@ -19,22 +22,43 @@ def moe_experts(
     offsets: Tensor,
     row_slot: Tensor,
     slot_row: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    settings: ExpertOptions,
 ) -> tuple[Tensor, Tensor]:
-    """rows (R,D) = w · (silu(x·gateᵀ) · (x·upᵀ)) · downᵀ and pre_act (R,2F) = x·[gate; up]ᵀ."""
+    """rows (R,D) = w · (act(x·[gate; up]ᵀ + b₁) · downᵀ + b₂), or their sums (N,D), and the pre-activation (R,2F), gate
+    before up, or (0,2F) where it is not kept.
+    """
     dtype = _accumulate_dtype(hidden)
-    num_rows, top_k = row_slot.shape[0], slot_row.shape[1]
-    rows = hidden.new_zeros((num_rows, hidden.shape[1]))
-    pre_act = hidden.new_zeros((num_rows, gate_up_proj.shape[1]))
+    num_rows = row_slot.shape[0]
+    rows = hidden.new_zeros((num_rows, hidden.shape[1]), dtype=dtype if settings.combine else None)
+    pre_act = hidden.new_zeros((num_rows if settings.keeps_pre_act else 0, gate_up_proj.shape[1]))
     flat_weights = top_k_weights.reshape(-1)
     for expert, part in _groups(offsets):
         slots = row_slot[part]
-        both = hidden[slots // top_k].to(dtype) @ gate_up_proj[expert].to(dtype).t()
-        pre_act[part] = both.to(pre_act.dtype)
-        gate, up = both.chunk(2, 1)
-        act = torch.nn.functional.silu(gate) * up
-        weights = flat_weights[slots].to(dtype)
-        rows[part] = (act @ down_proj[expert].to(dtype).t() * weights[:, None]).to(rows.dtype)
+        tokens = hidden[slots // slot_row.shape[1]]
+        gate, up = _gate_and_up(tokens, gate_up_proj, gate_up_bias, expert, settings)
+        if settings.keeps_pre_act:
+            pre_act[part] = torch.cat((gate, up), 1).to(pre_act.dtype)
+        act, _, _ = gated(gate, up, settings.activation, settings.limit)
+        out = act @ down_proj[expert].to(dtype).t()
+        if down_bias is not None:
+            out = out + down_bias[expert].to(dtype)
+        rows[part] = (out * flat_weights[slots].to(dtype)[:, None]).to(rows.dtype)
+    if settings.combine:
+        rows = moe_combine(rows, row_slot, slot_row).to(hidden.dtype)
     return rows, pre_act
+
+
+def _gate_and_up(
+    tokens: Tensor, gate_up_proj: Tensor, bias: Tensor | None, expert: int, settings: ExpertOptions
+) -> tuple[Tensor, Tensor]:
+    """The pre-activation of one expert's rows, in the dtype of sums."""
+    dtype = _accumulate_dtype(tokens)
+    both = tokens.to(dtype) @ gate_up_proj[expert].to(dtype).t()
+    if bias is not None:
+        both = both + bias[expert].to(dtype)
+    return (both[:, ::2], both[:, 1::2]) if settings.interleaved else (*both.chunk(2, 1),)
 
 
 def moe_experts_backward(
@@ -46,17 +70,22 @@ def moe_experts_backward(
     offsets: Tensor,
     row_slot: Tensor,
     slot_row: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     pre_act: Tensor,
+    settings: ExpertOptions,
     mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """d_hidden, d_gate_up_proj, d_down_proj, d_top_k_weights, without the rows: with g = d_rows·down,
-    d_w = Σ_F g·act and d_act = w·g.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of hidden, gate_up_proj, down_proj, top_k_weights and the two biases, without the rows: with
+    g = d_rows·down, d_w = Σ_F g·act + Σ_D d_rows·b₂ and d_act = w·g.
     """
     dtype = _accumulate_dtype(hidden)
-    want_hidden, want_gate_up, want_down, want_weights = mask
+    want_hidden, want_gate_up, want_down, want_weights, want_gate_up_bias, want_down_bias = mask
     d_x = hidden.new_zeros((row_slot.shape[0] if want_hidden else 0, hidden.shape[1]), dtype=dtype)
     d_gate_up = gate_up_proj.new_zeros(gate_up_proj.shape if want_gate_up else (0,))
     d_down = down_proj.new_zeros(down_proj.shape if want_down else (0,))
+    d_gate_up_bias = hidden.new_zeros(gate_up_proj.shape[:2] if want_gate_up_bias else (0,))
+    d_down_bias = hidden.new_zeros(down_proj.shape[:2] if want_down_bias else (0,))
     # A slot without a row keeps its NaN, or 0 where it takes no part.
     d_weights = top_k_weights.new_zeros(slot_row.numel() if want_weights else 0)
     if want_weights:
@@ -64,27 +93,37 @@ def moe_experts_backward(
     flat_weights = top_k_weights.reshape(-1)
     for expert, part in _groups(offsets):
         slots = row_slot[part]
-        d_out = d_rows[part].to(dtype)
+        tokens = hidden[slots // slot_row.shape[1]]
+        d_out = (d_rows[slots // slot_row.shape[1]] if settings.combine else d_rows[part]).to(dtype)
         weights = flat_weights[slots].to(dtype)[:, None]
-        gate, up = pre_act[part].to(dtype).chunk(2, 1)
-        sigmoid = gate.sigmoid()
-        silu = gate * sigmoid
-        act = silu * up
+        if settings.keeps_pre_act:
+            gate, up = pre_act[part].to(dtype).chunk(2, 1)
+        else:
+            gate, up = _gate_and_up(tokens, gate_up_proj, gate_up_bias, expert, settings)
+        act, by_gate, by_up = gated(gate, up, settings.activation, settings.limit)
         if want_down:
             d_down[expert] = (d_out.t() @ (weights * act)).to(d_down.dtype)
-        if not (want_hidden or want_gate_up or want_weights):
+        if want_down_bias:
+            d_down_bias[expert] = (weights * d_out).sum(0).to(d_down_bias.dtype)
+        if not (want_hidden or want_gate_up or want_weights or want_gate_up_bias):
             continue
         grad = d_out @ down_proj[expert].to(dtype)
         if want_weights:
-            d_weights[slots] = (grad * act).sum(1).to(d_weights.dtype)
-        d_act = weights * grad
-        d_pre = torch.cat((d_act * up * (sigmoid + silu * (1.0 - sigmoid)), d_act * silu), 1)
+            total = (grad * act).sum(1)
+            if down_bias is not None:
+                total = total + d_out @ down_bias[expert].to(dtype)
+            d_weights[slots] = total.to(d_weights.dtype)
+        d_both = (weights * grad * by_gate, weights * grad * by_up)
+        d_pre = torch.stack(d_both, 2).flatten(1) if settings.interleaved else torch.cat(d_both, 1)
         if want_gate_up:
-            d_gate_up[expert] = (d_pre.t() @ hidden[slots // slot_row.shape[1]].to(dtype)).to(d_gate_up.dtype)
+            d_gate_up[expert] = (d_pre.t() @ tokens.to(dtype)).to(d_gate_up.dtype)
+        if want_gate_up_bias:
+            d_gate_up_bias[expert] = d_pre.sum(0).to(d_gate_up_bias.dtype)
         if want_hidden:
             d_x[part] = d_pre @ gate_up_proj[expert].to(dtype)
     d_hidden = moe_combine(d_x, row_slot, slot_row).to(hidden.dtype) if want_hidden else hidden.new_empty(0)
-    return d_hidden, d_gate_up, d_down, d_weights.view(slot_row.shape) if want_weights else d_weights
+    d_weights = d_weights.view(slot_row.shape) if want_weights else d_weights
+    return d_hidden, d_gate_up, d_down, d_weights, d_gate_up_bias, d_down_bias
 
 
 def moe_dispatch(hidden: Tensor, row_slot: Tensor, slot_row: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fusedce import checks
 from fusedce.functional.autocast import autocast
-from fusedce.options import MoEPlan
+from fusedce.options import ACTIVATIONS, SAVES, MoEPlan
 
 __all__ = ["moe_combine", "moe_dispatch", "moe_experts"]
 
@@ -17,37 +17,59 @@ def moe_experts(
     top_k_weights: Tensor,
     plan: MoEPlan,
     *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "swiglu",
+    limit: float = 7.0,
+    interleaved: bool = False,
+    save: str = "pre_activation",
+    combine: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Every expert's SwiGLU block on its own tokens: two grouped GEMMs, rows gathered inside the first.
+    """Every expert's gated block on its own tokens: two grouped GEMMs with the activation between them.
 
-    For row r of expert e, token n and slot (n, k): [g, u] = hidden[n] · gate_up_proj[e]ᵀ;
-    rows[r] = top_k_weights[n, k] · (silu(g) · u) · down_proj[e]ᵀ. `moe_combine` sums a token's rows.
+    For row r of expert e, token n and slot (n, k): [g, u] = hidden[n] · gate_up_proj[e]ᵀ + gate_up_bias[e];
+    rows[r] = top_k_weights[n, k] · (act(g, u) · down_proj[e]ᵀ + down_bias[e]). `moe_combine` sums a token's rows.
 
     Args:
-        hidden: (N, D) fp32, bf16 or fp16 (fp64 on the eager backend). Rows are gathered where they lie; only a strided
-            last dimension is copied.
-        gate_up_proj: (E, 2F, D), hidden's dtype, any strides: the first F rows of an expert make the gate.
-        down_proj: (E, D, F), hidden's dtype, any strides. Under torch.autocast the three are cast to its dtype first.
+        hidden: (N, D) fp32, bf16 or fp16 (fp64 on the eager backend). Only a strided last dimension is copied.
+        gate_up_proj: (E, 2F, D), hidden's dtype, any strides: the first F rows of an expert make the gate. Weights that
+            lie in memory as (E, D, 2F) are read there: pass the view `.mT`.
+        down_proj: (E, D, F), hidden's dtype, any strides. Under torch.autocast weights, biases and hidden are cast to
+            its dtype first.
         top_k_weights: (N, K), any of the float dtypes; applied in fp32. NaN spoils its own token only.
         plan: the `moe_plan` of the routing, for these N, K and E. Its values are trusted.
+        gate_up_bias, down_bias: (E, 2F) and (E, D), hidden's dtype, or None. The first is in gate_up_proj's order.
+        activation: "swiglu": silu(g)·u; "geglu": gelu(g)·u; "geglu_tanh": the same by gelu's tanh approximation;
+            "gpt_oss": (u' + 1)·g'·sigmoid(1.702·g'), g' = min(g, limit), u' = u within ±limit.
+        limit: above 0, for "gpt_oss".
+        interleaved: gate and up are the rows 2j and 2j + 1 of gate_up_proj, as in gpt-oss, not j and F + j.
+        save: what is kept for the backward beside the arguments: "pre_activation", g and u, or "plan", nothing: the
+            backward runs the first GEMM again.
+        combine: return the sums of each token's rows, as `moe_combine` would, without the rows' way through memory in
+            the plan's order, forward and backward.
         backend: "auto", "eager", "triton" or "native".
 
     Returns:
-        rows (N·K, D) in hidden's dtype, sorted by expert, each already times its routing weight; differentiable in the
-        four tensors. An expert without rows gets gradients that are exactly 0. Rows past plan.offsets[E], which serve
-        no slot, are 0. Double backward raises RuntimeError.
+        rows (N·K, D) in hidden's dtype, sorted by expert, each already times its routing weight, or with combine
+        (N, D); differentiable in hidden, the weights, the biases and top_k_weights. An expert without rows gets
+        gradients that are exactly 0. Rows past plan.offsets[E], which serve no slot, are 0. Double backward raises
+        RuntimeError.
 
     Raises:
-        TypeError, ValueError: a wrong kind, dtype, device or shape, naming the argument.
+        TypeError, ValueError: a wrong kind, dtype, device, shape or value, naming the argument.
         RuntimeError: a named backend that cannot run here, with the reason.
 
-    Memory, s bytes an element: forward s·N·K·(D + 3F), of which 2F (the pre-activation) are kept for the backward;
-    backward s·N·K·(D + 3F) beside the gradients. Work: 6·N·K·D·F FLOP forward, twice that backward. Products are
-    summed in fp32, weight gradients over an expert's rows in fp32 and rounded once. Deterministic.
+    Memory, s bytes an element: 2·s·N·K·F are kept for the backward, none with save "plan". At once in the forward at
+    most s·P·(D + F) beside them and the result; in the backward s·P·(2D + 3F) beside the gradients. P ≤ N·K + 127·E is
+    the number of rows with each expert's padded to a multiple of 128. Work: 6·N·K·D·F FLOP forward, twice that
+    backward, and 4·N·K·D·F more with save "plan". Products are summed in fp32, weight gradients over an expert's rows
+    in fp32 and rounded once. Deterministic, and bitwise the same for both values of save.
     """
     op = "moe_experts"
-    hidden, gate_up_proj, down_proj = autocast(hidden, gate_up_proj, down_proj)
+    hidden, gate_up_proj, down_proj, gate_up_bias, down_bias = autocast(
+        hidden, gate_up_proj, down_proj, gate_up_bias, down_bias
+    )
     _check_plan(op, plan)
     checks.tensor(op, "hidden", hidden, checks.FLOATS)
     checks.shape(op, "hidden", hidden, (plan.num_tokens, None), "(N, D)")
@@ -61,18 +83,24 @@ def moe_experts(
     checks.tensor(op, "top_k_weights", top_k_weights, checks.FLOATS)
     checks.shape(op, "top_k_weights", top_k_weights, tuple(plan.slot_row.shape), "(N, K)")
     weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+    if gate_up_bias is not None:
+        checks.tensor(op, "gate_up_bias", gate_up_bias, checks.FLOATS)
+        checks.shape(op, "gate_up_bias", gate_up_bias, (num_experts, 2 * ffn), "(E, 2F)")
+        weights["gate_up_bias"] = gate_up_bias
+    if down_bias is not None:
+        checks.tensor(op, "down_bias", down_bias, checks.FLOATS)
+        checks.shape(op, "down_bias", down_bias, (num_experts, depth), "(E, D)")
+        weights["down_bias"] = down_bias
     checks.same_dtype(op, hidden=hidden, **weights)
     checks.same_device(op, hidden=hidden, **weights, top_k_weights=top_k_weights, plan=plan.offsets)
+    checks.one_of(op, "activation", activation, ACTIVATIONS)
+    checks.positive_number(op, "limit", limit)
+    checks.one_of(op, "save", save, SAVES)
     rows, _ = torch.ops.fusedce.moe_experts(
-        hidden,
-        gate_up_proj,
-        down_proj,
-        top_k_weights,
-        plan.offsets,
-        plan.row_slot,
-        plan.slot_row,
-        backend=backend,
-    )
+        hidden, gate_up_proj, down_proj, top_k_weights, plan.offsets, plan.row_slot, plan.slot_row, gate_up_bias,
+        down_bias, activation=activation, limit=float(limit), interleaved=bool(interleaved), save=save,
+        combine=bool(combine), backend=backend,
+    )  # fmt: skip
     return rows
 
 

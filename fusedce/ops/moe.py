@@ -7,6 +7,7 @@ from fusedce import flags
 from fusedce.ops import registry
 from fusedce.ops.gradients import given_away
 from fusedce.ops.schema import LIB, NAMESPACE
+from fusedce.options import ACTIVATIONS, SAVES, ExpertOptions
 
 
 def _experts(
@@ -17,14 +18,22 @@ def _experts(
     offsets: Tensor,
     row_slot: Tensor,
     slot_row: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     *,
+    activation: str = "swiglu",
+    limit: float = 7.0,
+    interleaved: bool = False,
+    save: str = "pre_activation",
+    combine: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     flags.raise_pending()
-    _check_experts(hidden, gate_up_proj, down_proj, top_k_weights, offsets, row_slot, slot_row)
+    tensors = (hidden, gate_up_proj, down_proj, top_k_weights, offsets, row_slot, slot_row, gate_up_bias, down_bias)
+    _check_experts(*tensors, activation, save)
     choice = registry.choose("moe_experts", backend, hidden.device, hidden.dtype)
     run = registry.function(choice, "moe_experts")
-    return run(hidden, gate_up_proj, down_proj, top_k_weights, offsets, row_slot, slot_row)
+    return run(*tensors, ExpertOptions(activation, limit, interleaved, save, combine))
 
 
 def _experts_backward(
@@ -36,14 +45,22 @@ def _experts_backward(
     offsets: Tensor,
     row_slot: Tensor,
     slot_row: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     pre_act: Tensor,
+    activation: str,
+    limit: float,
+    interleaved: bool,
+    save: str,
+    combine: bool,
     mask: list[bool],
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     choice = registry.choose("moe_experts", backend, hidden.device, hidden.dtype)
     run = registry.function(choice, "moe_experts_backward")
-    plan = (offsets, row_slot, slot_row)
-    return run(d_rows, hidden, gate_up_proj, down_proj, top_k_weights, *plan, pre_act, mask)
+    tensors = (hidden, gate_up_proj, down_proj, top_k_weights, offsets, row_slot, slot_row, gate_up_bias, down_bias)
+    settings = ExpertOptions(activation, limit, interleaved, save, combine)
+    return run(d_rows, *tensors, pre_act, settings, mask)
 
 
 def _dispatch(hidden: Tensor, row_slot: Tensor, slot_row: Tensor, *, backend: str = "auto") -> Tensor:
@@ -100,6 +117,10 @@ def _check_experts(
     offsets: Tensor,
     row_slot: Tensor,
     slot_row: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    save: str,
 ) -> None:
     op = "moe_experts"
     _check_rows(op, "hidden", hidden, slot_row.shape[:1], row_slot, slot_row)
@@ -120,6 +141,14 @@ def _check_experts(
             f"(E + 1,) = ({down_proj.shape[0] + 1},) and (N, K) = {tuple(slot_row.shape)}"
         ),
     )
+    for name, bias, weight in (("gate_up_bias", gate_up_bias, gate_up_proj), ("down_bias", down_bias, down_proj)):
+        if bias is not None:
+            _check_bias(name, bias, weight)
+    for name, value, known in (("activation", activation, ACTIVATIONS), ("save", save, SAVES)):
+        torch._check_value(
+            value in known,
+            lambda name=name, value=value, known=known: f"fusedce.{op}: {name} is {value!r}; expected one of {known}",
+        )
     torch._check_type(
         hidden.dtype == gate_up_proj.dtype == down_proj.dtype
         and top_k_weights.dtype.is_floating_point
@@ -132,6 +161,17 @@ def _check_experts(
     torch._check_value(
         all(t.device == hidden.device for t in (gate_up_proj, down_proj, top_k_weights, offsets)),
         lambda: f"fusedce.{op}: the arguments are not all on {hidden.device}",
+    )
+
+
+def _check_bias(name: str, bias: Tensor, weight: Tensor) -> None:
+    torch._check_value(
+        bias.shape == weight.shape[:2] and bias.device == weight.device,
+        lambda: f"fusedce.moe_experts: {name} {tuple(bias.shape)} is not {tuple(weight.shape[:2])} on {weight.device}",
+    )
+    torch._check_type(
+        bias.dtype == weight.dtype,
+        lambda: f"fusedce.moe_experts: {name} is {bias.dtype}; expected {weight.dtype}",
     )
 
 
@@ -157,11 +197,19 @@ def _experts_fake(
     offsets: Tensor,
     row_slot: Tensor,
     slot_row: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    save: str = "pre_activation",
+    combine: bool = False,
     **_: object,
 ) -> tuple[Tensor, Tensor]:
-    _check_experts(hidden, gate_up_proj, down_proj, top_k_weights, offsets, row_slot, slot_row)
+    tensors = (hidden, gate_up_proj, down_proj, top_k_weights, offsets, row_slot, slot_row, gate_up_bias, down_bias)
+    _check_experts(*tensors, activation, save)
     num_rows = row_slot.shape[0]
-    return hidden.new_empty((num_rows, hidden.shape[1])), hidden.new_empty((num_rows, gate_up_proj.shape[1]))
+    rows = hidden.new_empty((hidden.shape[0] if combine else num_rows, hidden.shape[1]))
+    return rows, hidden.new_empty((num_rows if save == "pre_activation" else 0, gate_up_proj.shape[1]))
 
 
 @torch.library.register_fake(f"{NAMESPACE}::moe_experts_backward", lib=LIB)
@@ -174,14 +222,23 @@ def _experts_backward_fake(
     offsets: Tensor,
     row_slot: Tensor,
     slot_row: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     pre_act: Tensor,
+    activation: str,
+    limit: float,
+    interleaved: bool,
+    save: str,
+    combine: bool,
     mask: list[bool],
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tensors = (hidden, gate_up_proj, down_proj, top_k_weights)
-    grads = (t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip(tensors, mask, strict=True))
-    d_hidden, d_gate_up_proj, d_down_proj, d_top_k_weights = grads
-    return d_hidden, d_gate_up_proj, d_down_proj, d_top_k_weights
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shapes = (hidden.shape, gate_up_proj.shape, down_proj.shape, slot_row.shape)
+    shapes += (gate_up_proj.shape[:2], down_proj.shape[:2])
+    dtypes = (hidden.dtype,) * 3 + (top_k_weights.dtype,) + (hidden.dtype,) * 2
+    given = zip(shapes, dtypes, mask, strict=True)
+    grads = [hidden.new_empty(shape if wanted else (0,), dtype=dtype) for shape, dtype, wanted in given]
+    return grads[0], grads[1], grads[2], grads[3], grads[4], grads[5]
 
 
 @torch.library.register_fake(f"{NAMESPACE}::moe_dispatch", lib=LIB)
@@ -204,16 +261,21 @@ def _experts_context(ctx, inputs, keyword_only_inputs, output) -> None:  # type:
     ctx.mark_non_differentiable(pre_act)
     # Else autograd makes zeros of its size, as the upstream gradient of what nobody differentiates.
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs, pre_act)
-    ctx.backend = keyword_only_inputs["backend"]
+    # torch leaves out trailing arguments that have their default.
+    ctx.save_for_backward(*inputs, *(None,) * (9 - len(inputs)), pre_act)
+    ctx.options = keyword_only_inputs
 
 
 def _experts_autograd(ctx, d_rows, _):  # type: ignore[no-untyped-def]
     if d_rows is None:
-        return (None,) * 7
-    mask = list(ctx.needs_input_grad[:4])
-    grads = torch.ops.fusedce.moe_experts_backward(d_rows, *ctx.saved_tensors, mask, ctx.backend)
-    return *given_away(grads, mask), None, None, None
+        return (None,) * len(ctx.needs_input_grad)
+    options, count = ctx.options, len(ctx.needs_input_grad)
+    needs = (*ctx.needs_input_grad, *(False,) * (9 - count))
+    mask = [*needs[:4], *needs[7:]]
+    settings = [options[name] for name in ("activation", "limit", "interleaved", "save", "combine")]
+    grads = torch.ops.fusedce.moe_experts_backward(d_rows, *ctx.saved_tensors, *settings, mask, options["backend"])
+    given = given_away(grads, mask)
+    return (*given[:4], None, None, None, *given[4:])[:count]
 
 
 def _plan_context(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]

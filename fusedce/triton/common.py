@@ -43,15 +43,6 @@ def round_to(values, dtype: tl.constexpr):
 
 
 @triton.jit
-def laid_out_as(values, like):
-    """`values`, held by the threads that hold fp32 `like`.
-
-    A select by a condition that is always true, which LLVM knows and Triton, where layouts are chosen, does not.
-    """
-    return tl.where((like.to(tl.int32, bitcast=True) | 1) != 0, values, 0.0)
-
-
-@triton.jit
 def grouped_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
     """(m, n) of tile `pid`: GROUP_M row blocks share one sweep over the columns, so that both operands stay in L2."""
     per_group = GROUP_M * num_n

@@ -5,13 +5,16 @@ A file under fusedce/triton with a kernel (a @triton.jit function whose name end
     KERNEL                 that function
     STAGE                  its stage in fusedce.configs, or None for kernels that need no tile
     STAGE_WITH_OPTIONS     where it differs, the stage with all options on
-    signature(dtype[, tile])  argument name -> Triton type, for operands of "bf16", "fp16" or "fp32"; else "constexpr".
-                           With a tile where the type depends on it: a descriptor's block is part of its type
+    STAGE_FEW              where there is one, the stage for few rows an expert
+    signature(dtype[, tile, …])  argument name -> Triton type, for operands of "bf16", "fp16" or "fp32"; else
+                           "constexpr". With a tile, and options by name, where the type depends on them: a
+                           descriptor's block is part of its type
     constexprs(tile, …)    constant name -> value for a tile (None where STAGE is None)
     UNIT_STRIDES           names of strides that are 1 at a usual launch, where Triton makes them constants
 
 Parameters of constexprs() that default to True or False are options of the kernel: it is compiled with all of them off,
-with all of them on, and, where bias and softcap have a stage of their own, with the others on ("rest").
+with all of them on, and, where bias and softcap have a stage of their own, with the others on ("rest"); with the tile
+for few rows all of them are off ("few").
 """
 
 import importlib
@@ -39,7 +42,7 @@ OTHER_DTYPE_TARGETS = ("sm_90", "gfx942")
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel to compile. module: where it lives under fusedce.triton; options: "off", "on" or "rest"."""
+    """One kernel to compile. module: where it lives under fusedce.triton; options: "off", "on", "rest" or "few"."""
 
     module: str
     dtype: str
@@ -55,7 +58,7 @@ class Case:
     def switches(self) -> dict[str, bool]:
         """The kernel's options by name."""
         off = ("has_bias", "has_softcap") if self.options == "rest" else ()
-        return {name: self.options != "off" and name not in off for name in options_of(self.source)}
+        return {name: self.options not in ("off", "few") and name not in off for name in options_of(self.source)}
 
     @property
     def source(self) -> ModuleType:
@@ -73,6 +76,8 @@ class Case:
         stage = self.source.STAGE
         if self.options == "on":
             stage = getattr(self.source, "STAGE_WITH_OPTIONS", stage)
+        if self.options == "few":
+            stage = self.source.STAGE_FEW
         return tile_for(stage, self.arch, ITEMSIZE[self.dtype]) if stage else None
 
 
@@ -106,6 +111,7 @@ def cases() -> list[Case]:
     for name in kernel_modules():
         module = Case(name, "bf16", "sm_90", "off").source
         settings = ["off"] + ["on"] * bool(options_of(module)) + ["rest"] * hasattr(module, "STAGE_WITH_OPTIONS")
+        settings += ["few"] * hasattr(module, "STAGE_FEW")
         matrix += [Case(name, "bf16", target, options) for options in settings for target in TARGETS]
         for dtype in ("fp16", "fp32"):
             if dtype_matters(module, dtype):
@@ -113,10 +119,13 @@ def cases() -> list[Case]:
     return matrix
 
 
-def signature_of(module: ModuleType, dtype: str, tile: GemmTile | None) -> dict[str, str]:
-    """The module's signature for a tile."""
-    by_tile = "tile" in inspect.signature(module.signature).parameters
-    return module.signature(dtype, tile) if by_tile else module.signature(dtype)
+def signature_of(
+    module: ModuleType, dtype: str, tile: GemmTile | None, switches: dict[str, bool] | None = None
+) -> dict[str, str]:
+    """The module's signature for a tile and options."""
+    known = inspect.signature(module.signature).parameters
+    given = {name: value for name, value in ({"tile": tile} | (switches or {})).items() if name in known}
+    return module.signature(dtype, **given)
 
 
 def dtype_matters(module: ModuleType, dtype: str) -> bool:
@@ -129,7 +138,7 @@ def compile_case(case: Case) -> CompiledKernel:
     """The kernel as a launch with sizes that are multiples of 16 would compile it."""
     module, tile = case.source, case.tile
     unit_strides = getattr(module, "UNIT_STRIDES", ())
-    signature = signature_of(module, case.dtype, tile) | dict.fromkeys(unit_strides, "constexpr")
+    signature = signature_of(module, case.dtype, tile, case.switches) | dict.fromkeys(unit_strides, "constexpr")
     constants = module.constexprs(tile, **case.switches) | dict.fromkeys(unit_strides, 1)
     launch = launch_options(tile, case.arch) if tile else ROW_LAUNCH
     return compile_kernel(module.KERNEL, signature, constants, launch, case.arch)

@@ -31,9 +31,9 @@ def gated(gate, up, limit, KIND: tl.constexpr, IS_FP32: tl.constexpr):
         else:
             # 0.5·(1 + tanh(y)) is sigmoid(2y)
             square = gate * gate
-            share = _sigmoid(gate * (1.5957691216057308 + 0.07135481627159119 * square), IS_FP32)
+            share = _sigmoid(gate * (1.5957691216057308 + 0.07135481627260025 * square), IS_FP32)
             bent = gate * share
-            slope = share + bent * (1.0 - share) * (1.5957691216057308 + 0.21406444881477357 * square)
+            slope = share + bent * (1.0 - share) * (1.5957691216057308 + 0.21406444881780076 * square)
         act = bent * up
         by_gate = slope * up
         by_up = bent

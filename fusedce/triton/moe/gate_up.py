@@ -73,18 +73,21 @@ def gate_up_fwd_kernel(
         )  # fmt: skip
         if HAS_BIAS:
             bias_ptrs = bias_ptr + expert.to(tl.int64) * (2 * ffn) + offs_w
-            both += tl.load(bias_ptrs, mask=expert < num_experts, other=0.0).to(tl.float32)[None, :]
+            both += tl.load(bias_ptrs, mask=offs_w < tl.where(expert < num_experts, 2 * ffn, 0), other=0.0).to(tl.float32)[None, :]
         if INTERLEAVED:
             gate, up = both.reshape(BLOCK_R, BLOCK_F, 2).split()
         else:
             gate, up = both.reshape(BLOCK_R, 2, BLOCK_F).permute(0, 2, 1).split()
-        rows = tl.load(table_ptr + num_tiles + tile_r) + tl.arange(0, BLOCK_R)
-        mask_r = (rows < tl.load(table_ptr + 2 * num_tiles + tile_r))[:, None]
+        start = tl.load(table_ptr + num_tiles + tile_r)
+        offs_r = tl.arange(0, BLOCK_R)
+        mask_r = (start + offs_r < tl.load(table_ptr + 2 * num_tiles + tile_r))[:, None]
         offs_f = tile_f * BLOCK_F + tl.arange(0, BLOCK_F)
         mask_f = (offs_f < ffn)[None, :]
         dtype: tl.constexpr = act.dtype if DESCRIPTORS else act.dtype.element_ty
         if SAVE:
-            pre_act_ptrs = pre_act_ptr + rows.to(tl.int64)[:, None] * (2 * ffn) + offs_f[None, :]
+            # The tile's first row in int64; inside it 32 bits do, and leave registers to the accumulators.
+            corner = pre_act_ptr + start.to(tl.int64) * (2 * ffn)
+            pre_act_ptrs = corner + offs_r[:, None] * (2 * ffn) + offs_f[None, :]
             tl.store(pre_act_ptrs, round_to(gate, dtype), mask=mask_r & mask_f)
             tl.store(pre_act_ptrs + ffn, round_to(up, dtype), mask=mask_r & mask_f)
         values, _, _ = gated(gate, up, limit, KIND, dtype == tl.float32)
@@ -93,19 +96,19 @@ def gate_up_fwd_kernel(
         if DESCRIPTORS:
             act.store([tile_r * BLOCK_R, tile_f * BLOCK_F], values)
         else:
-            padded = tile_r.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-            tl.store(act + padded[:, None] * act_stride + offs_f[None, :], values, mask=mask_f)
+            corner = act + tile_r.to(tl.int64) * BLOCK_R * act_stride
+            tl.store(corner + offs_r[:, None] * act_stride + offs_f[None, :], values, mask=mask_f)
 
 
 KERNEL = gate_up_fwd_kernel
 
 
-def signature(dtype: str, tile: GemmTile, interleaved: bool = False, k_contiguous: bool = True) -> dict[str, str]:
+def signature(dtype: str, tile: GemmTile, interleaved: bool = True, k_contiguous: int = 1) -> dict[str, str]:
     """Triton's type of every argument, with operands of `dtype` ("bf16", "fp16", "fp32")."""
     sizes = ("num_tiles", "num_experts", "ffn", "depth", "left_stride", "stride_e", "stride", "act_stride")
     return {
         "left": rows_type(dtype, tile, tile.block_k),
-        "weight": weight_type(dtype, tile, k_contiguous, not interleaved),
+        "weight": weight_type(dtype, tile, bool(k_contiguous), not interleaved),
         "bias_ptr": f"*{dtype}",
         **dict.fromkeys(("table_ptr", "first_ptr"), "*i32"),
         "pre_act_ptr": f"*{dtype}",
@@ -120,13 +123,13 @@ def constexprs(
     tile: GemmTile,
     has_bias: bool = True,
     save: bool = True,
+    interleaved: bool = True,
     *,
     activation: str = "swiglu",
-    interleaved: bool = False,
-    k_contiguous: bool = True,
+    k_contiguous: int = 1,
     depth: int = 0,
 ) -> dict[str, int | str]:
-    """The kernel's sizes and switches for a tile; depth: D."""
+    """The kernel's sizes and switches for a tile; depth: D; k_contiguous: 1, or 0 for weights stored as (E,D,2F)."""
     return {
         "KIND": activation,
         "HAS_BIAS": has_bias,
@@ -143,13 +146,18 @@ def constexprs(
 
 
 def gate_up(
-    left: Tensor, gate_up_proj: Tensor, bias: Tensor | None, tiles: RowTiles, run: Run, options: ExpertOptions
+    left: Tensor,
+    gate_up_proj: Tensor,
+    bias: Tensor | None,
+    tiles: RowTiles,
+    run: Run,
+    settings: ExpertOptions,
+    keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """act (padded rows, F) and pre_act (R,2F), or (0,2F) where it is not kept, of padded rows `left` (·,D)."""
+    """act (padded rows, F) and pre_act (R,2F), or (0,2F) if it is not to `keep`, of padded rows `left` (·,D)."""
     ffn, depth = gate_up_proj.shape[1] // 2, left.shape[1]
-    weight = ExpertWeight.of(gate_up_proj, halves=not options.interleaved)
+    weight = ExpertWeight.of(gate_up_proj, halves=not settings.interleaved)
     act = tiles.padded(left, ffn)
-    keep = options.keeps_pre_act
     pre_act = left.new_empty((tiles.num_rows if keep else 0, 2 * ffn))
     tile = run.tile(STAGE, STAGE_FEW)
     tile = replace(tile, tma=tile.tma and weight.describable() and describable(left) and describable(act))
@@ -159,10 +167,10 @@ def gate_up(
                 operand(left, tile, (tile.block_m, tile.block_k)), weight.operand(tile),
                 left if bias is None else bias, tiles.table, tiles.first, pre_act,
                 operand(act, tile, (tile.block_m, tile.block_n // 2)), tiles.num_tiles, tiles.num_experts, ffn, depth,
-                left.stride(0), *weight.strides, act.stride(0), options.limit,
+                left.stride(0), *weight.strides, act.stride(0), settings.limit,
                 **constexprs(
-                    tile, bias is not None, keep, activation=options.activation, interleaved=options.interleaved,
-                    k_contiguous=weight.k_contiguous, depth=depth,
+                    tile, bias is not None, keep, settings.interleaved, activation=settings.activation,
+                    k_contiguous=int(weight.k_contiguous), depth=depth,
                 ),
                 **launch_options(tile, run.machine),
             )  # fmt: skip

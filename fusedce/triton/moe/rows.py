@@ -25,7 +25,7 @@ def rows_fwd_kernel(
     top_k_weights_ptr,
     table_ptr,
     first_ptr,
-    out_ptr,
+    out,
     num_tiles,
     num_experts,
     width,
@@ -33,7 +33,9 @@ def rows_fwd_kernel(
     left_stride,
     stride_e,
     stride,
+    out_stride,
     HAS_BIAS: tl.constexpr,
+    PADDED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     K_CONTIGUOUS: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -46,8 +48,8 @@ def rows_fwd_kernel(
     """A program takes one BLOCK_R × BLOCK_N tile after another of out = left · weight[e]ᵀ + bias[e], times the routing
     weights if WEIGHTED.
 
-    Reads both operands from L2, writes the tile once, in the plan's order; rows that serve no slot are 0. Row, expert
-    and weight offsets are int64.
+    Reads both operands from L2, writes the tile once, as padded rows or (not PADDED) in the plan's order; rows that
+    serve no slot are 0, rows of padding anything. Row, expert and weight offsets are int64.
     """
     num_n = tl.cdiv(width, BLOCK_N)
     num_r = tl.load(first_ptr + num_experts + 1)
@@ -64,23 +66,30 @@ def rows_fwd_kernel(
         )  # fmt: skip
         if HAS_BIAS:
             bias_ptrs = bias_ptr + expert.to(tl.int64) * width + offs_w
-            acc += tl.load(bias_ptrs, mask=expert < num_experts, other=0.0).to(tl.float32)[None, :]
-        rows = tl.load(table_ptr + num_tiles + tile_r) + tl.arange(0, BLOCK_R)
-        mask_r = rows < tl.load(table_ptr + 2 * num_tiles + tile_r)
+            acc += tl.load(bias_ptrs, mask=offs_w < tl.where(expert < num_experts, width, 0), other=0.0).to(tl.float32)[None, :]
+        start = tl.load(table_ptr + num_tiles + tile_r)
+        offs_r = tl.arange(0, BLOCK_R)
+        mask_r = start + offs_r < tl.load(table_ptr + 2 * num_tiles + tile_r)
         if WEIGHTED:
-            slot = tl.load(row_slot_ptr + rows, mask=mask_r, other=-1)
+            slot = tl.load(row_slot_ptr + start + offs_r, mask=mask_r, other=-1)
             weights = tl.load(top_k_weights_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
             acc = acc * weights[:, None]
-        out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * width + offs_n[None, :]
-        tl.store(out_ptrs, round_to(acc, out_ptr.dtype.element_ty), mask=mask_r[:, None] & (offs_n < width)[None, :])
+        if PADDED and DESCRIPTORS:
+            out.store([tile_r * BLOCK_R, tile_n * BLOCK_N], round_to(acc, out.dtype))
+        else:
+            # The tile's first row in int64; inside it 32 bits do, and leave registers to the accumulators.
+            first = tile_r * BLOCK_R if PADDED else start
+            out_ptrs = out + first.to(tl.int64) * out_stride + offs_r[:, None] * out_stride + offs_n[None, :]
+            mask = (offs_n < width)[None, :] if PADDED else mask_r[:, None] & (offs_n < width)[None, :]
+            tl.store(out_ptrs, round_to(acc, out.dtype.element_ty), mask=mask)
 
 
 KERNEL = rows_fwd_kernel
 
 
-def signature(dtype: str, tile: GemmTile, k_contiguous: bool = True) -> dict[str, str]:
+def signature(dtype: str, tile: GemmTile, padded: bool = True, k_contiguous: bool = True) -> dict[str, str]:
     """Triton's type of every argument, with operands of `dtype` ("bf16", "fp16", "fp32")."""
-    sizes = ("num_tiles", "num_experts", "width", "depth", "left_stride", "stride_e", "stride")
+    sizes = ("num_tiles", "num_experts", "width", "depth", "left_stride", "stride_e", "stride", "out_stride")
     return {
         "left": rows_type(dtype, tile, tile.block_k),
         "weight": weight_type(dtype, tile, k_contiguous),
@@ -88,18 +97,25 @@ def signature(dtype: str, tile: GemmTile, k_contiguous: bool = True) -> dict[str
         "row_slot_ptr": "*i32",
         "top_k_weights_ptr": "*fp32",
         **dict.fromkeys(("table_ptr", "first_ptr"), "*i32"),
-        "out_ptr": f"*{dtype}",
+        "out": rows_type(dtype, tile, tile.block_n) if padded else f"*{dtype}",
         **dict.fromkeys(sizes, "i32"),
         **dict.fromkeys(constexprs(tile), "constexpr"),
     }
 
 
 def constexprs(
-    tile: GemmTile, has_bias: bool = True, weighted: bool = True, *, k_contiguous: bool = True, depth: int = 0
+    tile: GemmTile,
+    has_bias: bool = True,
+    weighted: bool = True,
+    *,
+    padded: bool = True,
+    k_contiguous: bool = True,
+    depth: int = 0,
 ) -> dict[str, int]:
     """The kernel's sizes and switches for a tile; depth: of the products."""
     return {
         "HAS_BIAS": has_bias,
+        "PADDED": padded,
         "WEIGHTED": weighted,
         "K_CONTIGUOUS": k_contiguous,
         "EVEN_K": depth % tile.block_k == 0,
@@ -119,22 +135,26 @@ def expert_rows(
     *,
     bias: Tensor | None = None,
     top_k_weights: Tensor | None = None,
+    padded: bool = True,
 ) -> Tensor:
-    """out (R,X) = left (padded rows, Y) · weight[e] (E,X,Y)ᵀ + bias[e] (E,X), each row times its slot's weight where
-    top_k_weights is given."""
+    """left (padded rows, Y) · weight[e] (E,X,Y)ᵀ + bias[e] (E,X), each row times its slot's weight where top_k_weights
+    is given: padded rows (·,X), or (R,X) in the plan's order."""
     depth, width = left.shape[1], weight.shape[1]
-    weight = ExpertWeight.of(weight)
+    reader = ExpertWeight.of(weight)
+    out = tiles.padded(left, width) if padded else left.new_empty((tiles.num_rows, width))
     tile = run.tile(STAGE, STAGE_FEW)
-    tile = replace(tile, tma=tile.tma and weight.describable() and describable(left))
-    out = left.new_empty((tiles.num_rows, width))
+    can = reader.describable() and describable(left) and (not padded or describable(out))
+    tile = replace(tile, tma=tile.tma and can)
     if tiles.num_rows:
         with torch.cuda.device_of(left):
             KERNEL[run.grid(tiles, width, tile, tile.block_n)](
-                operand(left, tile, (tile.block_m, tile.block_k)), weight.operand(tile), left if bias is None else bias,
-                tiles.row_slot, left if top_k_weights is None else top_k_weights, tiles.table, tiles.first, out,
-                tiles.num_tiles, tiles.num_experts, width, depth, left.stride(0), *weight.strides,
+                operand(left, tile, (tile.block_m, tile.block_k)), reader.operand(tile), left if bias is None else bias,
+                tiles.row_slot, left if top_k_weights is None else top_k_weights, tiles.table, tiles.first,
+                operand(out, tile, (tile.block_m, tile.block_n)) if padded else out, tiles.num_tiles,
+                tiles.num_experts, width, depth, left.stride(0), *reader.strides, out.stride(0),
                 **constexprs(
-                    tile, bias is not None, top_k_weights is not None, k_contiguous=weight.k_contiguous, depth=depth
+                    tile, bias is not None, top_k_weights is not None, padded=padded,
+                    k_contiguous=reader.k_contiguous, depth=depth,
                 ),
                 **launch_options(tile, run.machine),
             )  # fmt: skip

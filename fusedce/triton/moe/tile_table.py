@@ -22,40 +22,46 @@ STAGE = None
 @triton.jit
 def tile_table_kernel(
     offsets_ptr,
+    row_slot_ptr,
+    slot_row_ptr,
     table_ptr,
     first_ptr,
+    slot_padded_ptr,
     num_experts,
     num_rows,
     num_tiles,
     BLOCK_R: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_T: tl.constexpr,
 ):
-    """One program owns one expert's tiles: it sums the tiles of the experts before it and writes its own behind them.
+    """One program owns one tile: it counts the tiles of all experts to find whose rows it has, and places their slots.
 
     table[3, tile] = expert, first row, end of the expert's rows; first[e] = the expert's first tile. Expert number E
     stands for the rows that serve no slot, so that every row of a result is written by someone, and first[E + 1] is the
-    number of tiles: what lies behind them in the table is not written. Reads 4·E bytes, writes 12 bytes a tile.
+    number of tiles: what lies behind them in the table is not written. slot_padded[slot] = the padded row of the slot,
+    or slot_row[slot] where that is negative. Reads 4·E bytes and 8 a row, writes 12 bytes and 4 a row.
     """
-    expert = tl.program_id(0)
+    tile = tl.program_id(0)
+    inside = tl.arange(0, BLOCK_R)
+    slots = tile * BLOCK_R + inside
+    without = tl.load(slot_row_ptr + slots, mask=slots < num_rows, other=0)
+    tl.store(slot_padded_ptr + slots, without, mask=without < 0)
     offs_e = tl.arange(0, BLOCK_E)
     starts = tl.load(offsets_ptr + offs_e, mask=offs_e <= num_experts, other=num_rows)
     ends = tl.load(offsets_ptr + offs_e + 1, mask=offs_e < num_experts, other=num_rows)
     tiles = tl.cdiv(ends - starts, BLOCK_R)
-    first_tile = tl.sum(tl.where(offs_e < expert, tiles, 0), 0)
-    own_tiles = tl.sum(tl.where(offs_e == expert, tiles, 0), 0)
-    start = tl.sum(tl.where(offs_e == expert, starts, 0), 0)
-    end = tl.sum(tl.where(offs_e == expert, ends, 0), 0)
-    tl.store(first_ptr + expert, first_tile)
-    if expert == num_experts:
-        tl.store(first_ptr + expert + 1, first_tile + own_tiles)
-    for begin in range(0, own_tiles, BLOCK_T):
-        offs_t = begin + tl.arange(0, BLOCK_T)
-        mask_t = offs_t < own_tiles
-        ptrs = table_ptr + first_tile + offs_t
-        tl.store(ptrs, tl.zeros_like(offs_t) + expert, mask=mask_t)
-        tl.store(ptrs + num_tiles, start + offs_t * BLOCK_R, mask=mask_t)
-        tl.store(ptrs + 2 * num_tiles, tl.zeros_like(offs_t) + end, mask=mask_t)
+    last = tl.cumsum(tiles, 0)
+    if tile == 0:
+        tl.store(first_ptr + offs_e, last - tiles, mask=offs_e <= num_experts)
+        tl.store(first_ptr + num_experts + 1, tl.sum(tiles, 0))
+    own = (last > tile) & (last - tiles <= tile)
+    if tile < tl.sum(tiles, 0):
+        start = tl.sum(tl.where(own, starts + (tile - (last - tiles)) * BLOCK_R, 0), 0)
+        end = tl.sum(tl.where(own, ends, 0), 0)
+        tl.store(table_ptr + tile, tl.sum(tl.where(own, offs_e, 0), 0))
+        tl.store(table_ptr + num_tiles + tile, start)
+        tl.store(table_ptr + 2 * num_tiles + tile, end)
+        slot = tl.load(row_slot_ptr + start + inside, mask=start + inside < end, other=-1)
+        tl.store(slot_padded_ptr + slot, slots, mask=slot >= 0)
 
 
 KERNEL = tile_table_kernel
@@ -63,8 +69,9 @@ KERNEL = tile_table_kernel
 
 def signature(dtype: str) -> dict[str, str]:
     """Triton's type of every argument; all are integers, whatever `dtype`."""
+    pointers = ("offsets_ptr", "row_slot_ptr", "slot_row_ptr", "table_ptr", "first_ptr", "slot_padded_ptr")
     return {
-        **dict.fromkeys(("offsets_ptr", "table_ptr", "first_ptr"), "*i32"),
+        **dict.fromkeys(pointers, "*i32"),
         **dict.fromkeys(("num_experts", "num_rows", "num_tiles"), "i32"),
         **dict.fromkeys(constexprs(), "constexpr"),
     }
@@ -72,22 +79,27 @@ def signature(dtype: str) -> dict[str, str]:
 
 def constexprs(tile: GemmTile | None = None, *, block_r: int = 128, num_experts: int = 128) -> dict[str, int]:
     """The kernel's sizes; block_r: rows of a tile of the GEMMs that read the table."""
-    return {"BLOCK_R": block_r, "BLOCK_E": triton.next_power_of_2(num_experts + 1), "BLOCK_T": 128}
+    return {"BLOCK_R": block_r, "BLOCK_E": triton.next_power_of_2(num_experts + 1)}
 
 
 @dataclass(frozen=True)
 class RowTiles:
     """The tiles of one plan. table (3, num_tiles) and first (E + 2,) int32: see the kernel.
 
-    num_tiles: as many as the worst split of the rows could need; how many there are is first[E + 1].
+    slot_padded (N,K) int32: slot_row with padded rows. num_tiles: as many as the worst split of the rows could need; how
+    many there are is first[E + 1].
     """
 
     table: Tensor
     first: Tensor
+    slot_padded: Tensor
     offsets: Tensor
     row_slot: Tensor
-    top_k: int
     block_r: int
+
+    @property
+    def top_k(self) -> int:
+        return self.slot_padded.shape[1]
 
     @property
     def num_experts(self) -> int:
@@ -108,13 +120,18 @@ class RowTiles:
         return whole[:, :columns]
 
 
-def row_tiles(offsets: Tensor, row_slot: Tensor, top_k: int, block_r: int) -> RowTiles:
+def row_tiles(offsets: Tensor, row_slot: Tensor, slot_row: Tensor, block_r: int) -> RowTiles:
     """The tiles of a plan, of block_r rows each."""
+    offsets, row_slot, slot_row = offsets.contiguous(), row_slot.contiguous(), slot_row.contiguous()
     num_rows, num_experts = row_slot.shape[0], offsets.shape[0] - 1
     # Σ ⌈count/block⌉ over at most min(E + 1, rows) groups that have rows
     num_tiles = (num_rows + min(num_experts + 1, num_rows) * (block_r - 1)) // block_r
     table, first = offsets.new_empty((3, num_tiles)), offsets.new_empty(num_experts + 2)
-    sizes = constexprs(block_r=block_r, num_experts=num_experts)
-    with torch.cuda.device_of(offsets):
-        KERNEL[(num_experts + 1,)](offsets, table, first, num_experts, num_rows, num_tiles, **sizes, **ROW_LAUNCH)
-    return RowTiles(table, first, offsets, row_slot, top_k, block_r)
+    slot_padded = torch.empty_like(slot_row)
+    if num_tiles:
+        with torch.cuda.device_of(offsets):
+            KERNEL[(num_tiles,)](
+                offsets, row_slot, slot_row, table, first, slot_padded, num_experts, num_rows, num_tiles,
+                **constexprs(block_r=block_r, num_experts=num_experts), **ROW_LAUNCH,
+            )  # fmt: skip
+    return RowTiles(table, first, slot_padded, offsets, row_slot, block_r)

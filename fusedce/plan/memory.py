@@ -5,6 +5,7 @@ gradient is made whole in bf16 and reduced in fp32 while the layer before it run
 against torch's own tracker.
 """
 
+import math
 from dataclasses import dataclass
 
 from fusedce.plan.layout import Job, Layout
@@ -82,12 +83,21 @@ def _static(job: Job, layout: Layout) -> Parts:
     layers and the head or the embedding.
     """
     model, policy = job.model, job.policy
-    params = float(model.params)
-    if layout.pp > 1:
-        layers = model.params - model.head_params * (1 if model.tied else 2)
-        params = layers * layout.stage_layers(model) / model.layers + model.head_params
-    shard = params / layout.stage
+    heads = model.head_params * (1 if model.tied or layout.pp > 1 else 2)
+    share = layout.stage_layers(model) / model.layers
+    experts = model.moe_layers * model.routed_params * share / layout.ep * _expert_share(model, layout)
+    shard = (model.dense_params * share + heads) / layout.stage + experts
     return {"weights": policy.weight * shard, "gradients": policy.grad * shard, "optimizer": policy.optimizer * shard}
+
+
+def _expert_share(model: Model, layout: Layout) -> float:
+    """The part of its experts that the fullest of the ranks with the same experts keeps: they are cut by rows where the
+    rows of both matrices divide, else by experts, and then some ranks hold one more than others, or none.
+    """
+    ranks, local = layout.stage // layout.ep, max(model.experts // layout.ep, 1)
+    if (2 * model.ffn) % ranks == 0 and model.hidden % ranks == 0:
+        return 1 / ranks
+    return math.ceil(local / ranks) / local
 
 
 def _weights(model: Model, layout: Layout) -> Weights:
@@ -124,8 +134,9 @@ def _loss(job: Job, layout: Layout, weights: Weights) -> list[tuple[str, Parts]]
     head = BF16 * weights.head
     return [
         ("loss forward", {"loss": 3 * rows + head, "gathered weights": head, "inside kernels": inside}),
-        # The gradient times the upstream one is a second tensor; then its fp32 copy on the way to the shard.
-        ("loss backward", {"loss": 4 * rows + 2 * head, "gathered weights": head + job.policy.reduce * weights.head}),
+        # The gradient times the upstream one is a second tensor.
+        ("loss backward", {"loss": 4 * rows + 2 * head, "gathered weights": head}),
+        ("loss gradient leaves", {"loss": 2 * rows + head, "leaving gradients": job.policy.reduce * weights.head}),
     ]
 
 
@@ -144,34 +155,43 @@ def _layers(job: Job, layout: Layout, weights: Weights, wide: Widths) -> list[tu
     all_kv = 2 * BF16 * job.model.kv / layout.tp * job.seq_len if layout.cp > 1 else 0.0
     found = []
     for name, reduced in (("last layer", weights.head), ("layer before", next_group)):
-        # The last layer's input is gone when the layer before it runs backward.
-        gone = wide.stream if name == "layer before" and recomputes else 0.0
+        # What the last layer kept is gone when the layer before it runs backward.
+        gone = 0.0 if name == "last layer" else wide.stream + (0.0 if recomputes else wide.mean_kept)
         kept = wide.attention_kept + wide.moe_kept if recomputes else wide.chunk_kept
         gathered = BF16 * (weights.layer + next_group)
         experts = {
             "layer activations": (kept - gone) * tokens,
             "expert buffers": wide.moe_backward * tokens,
-            "gathered weights": gathered + BF16 * weights.experts + reduce * reduced,
+            "gathered weights": gathered,
+            "whole gradients": BF16 * weights.experts,
+            "leaving gradients": reduce * reduced,
             "inside kernels": wide.moe_inside * tokens,
         }
         again = {
             "layer activations": (wide.attention_forward - gone) * tokens + all_kv,
-            "gathered weights": gathered + reduce * reduced - (0.0 if shared else BF16 * weights.dense),
+            "gathered weights": gathered - (0.0 if shared else BF16 * weights.dense),
+            "leaving gradients": reduce * reduced,
         }
-        leaving = reduce * (reduced if shared else weights.experts)
-        own = BF16 * (weights.layer if shared else weights.dense)
         attention = {
             "layer activations": ((wide.attention_backward if recomputes else wide.rotation) - gone) * tokens + all_kv,
-            "gathered weights": (gathered if shared else 2 * BF16 * weights.dense) + own + leaving,
+            "gathered weights": gathered if shared else 2 * BF16 * weights.dense,
+            "whole gradients": BF16 * (weights.layer if shared else weights.dense),
+            "leaving gradients": reduce * (reduced if shared else weights.experts),
         }
         found += [(f"experts backward, {name}", experts), (f"attention backward, {name}", attention)]
         if recomputes:
             found.append((f"attention again, {name}", again))
+        if layout.chunks > 1:
+            # A second chunk's gradient is there before it is added to the first one's. With two groups, what was leaving
+            # has left by then.
+            leaving = {"leaving gradients": reduce * reduced if shared else 0.0}
+            two = {"whole gradients": 2 * BF16 * weights.experts}
+            found.append((f"experts backward, second chunk, {name}", experts | two | leaving))
     return found
 
 
 def _embedding(job: Job, weights: Weights) -> list[tuple[str, Parts]]:
     whole = BF16 * weights.head
-    return [
-        ("embedding backward", {"gathered weights": 2 * whole + job.policy.reduce * (weights.head + weights.dense)})
-    ]
+    leaving = job.policy.reduce * (weights.head + weights.dense)
+    parts = {"gathered weights": whole, "whole gradients": whole, "leaving gradients": leaving}
+    return [("embedding backward", parts)]

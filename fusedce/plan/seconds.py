@@ -1,5 +1,5 @@
-"""Seconds of a step on one rank, by part: a roofline for each op, the exchange of rows overlapped with the experts' GEMMs
-by the pipeline model, gathers of weights hidden behind compute as far as they fit, and the pipeline's bubble.
+"""Seconds of a step on one rank, by part: a roofline for each op, the exchange of rows overlapped with the experts'
+GEMMs by the pipeline model, gathers of weights hidden behind compute as far as they fit, the pipeline's bubble.
 """
 
 from dataclasses import dataclass

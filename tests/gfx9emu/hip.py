@@ -1,7 +1,9 @@
 """HIP sources built for gfx942 and gfx950, loaded into this process, their launches executed by the emulator.
 
-    with Hip(folder).library("gfx942", source, flags) as kernels:
-        kernels.launch_something(…)
+    hip = Hip(folder)
+    library = ctypes.CDLL(str(hip.build(source, rocm_tree)))
+    with hip.on("gfx942"):
+        library.launch_something(…)
 
 `launch_something` is the source's own host code; libamdhip64 is `fake_hip.cpp`. Pointers among a kernel's arguments, also
 those inside structs, are found as addresses of living CPU tensors.
@@ -66,11 +68,11 @@ class Hip:
         self.callback = ON_LAUNCH(self._on_launch)
         ctypes.CDLL(str(self.runtime), mode=ctypes.RTLD_GLOBAL).fake_hip_on_launch(self.callback)
 
-    def build(self, source: Path, rocm_tree: Path, *flags: str) -> Path:
-        """A shared library of one HIP source for both chips."""
+    def build(self, source: Path, rocm_tree: Path, *flags: str, chips: tuple[str, ...] = CHIPS) -> Path:
+        """A shared library of one HIP source."""
         to = self.folder / f"{source.stem}-{len(list(self.folder.iterdir()))}.so"
         toolchain.output([
-            toolchain.llvm_tool("clang++"), "-std=c++17", "-O3", "-x", "hip", *(f"--offload-arch={chip}" for chip in CHIPS),
+            toolchain.llvm_tool("clang++"), "-std=c++17", "-O3", "-x", "hip", *(f"--offload-arch={chip}" for chip in chips),
             *toolchain.hip_flags(rocm_tree), "-gline-tables-only", "-fPIC", *flags, "-c", str(source), "-o", f"{to}.o",
         ])  # fmt: skip
         toolchain.output([

@@ -96,6 +96,13 @@ def test_every_row_has_a_reference() -> None:
     assert set(REFERENCE) == {*FLAGGED, *PLAIN}
 
 
+def text_of(op: str) -> str:
+    """The instruction with destination s2 and sources s4, s6, in pairs where they are wide."""
+    target, sources = (FLAGGED.get(op) or PLAIN[op])[0].split(":")
+    kinds = zip((2, 4, 6), target + sources, strict=False)
+    return f"{op} {', '.join(f's[{n}:{n + 1}]' if kind == 'q' else f's{n}' for n, kind in kinds)}"
+
+
 @pytest.mark.parametrize("op", [*FLAGGED, *PLAIN])
 def test_row(op: str) -> None:
     target, sources = (FLAGGED.get(op) or PLAIN[op])[0].split(":")
@@ -103,9 +110,8 @@ def test_row(op: str) -> None:
     given = [numbers(WAVES, width[kind], seed) for seed, kind in enumerate(sources)]
     for first, values in zip((4, 6), given, strict=False):
         put(w, first, values)
-    names = [f"s[{n}:{n + 1}]" if kind == "q" else f"s{n}" for n, kind in zip((2, 4, 6), target + sources, strict=False)]
     w.scc[...] = np.arange(WAVES) % 2 == 0
-    execute(f"{op} {', '.join(names)}", w)
+    execute(text_of(op), w, among=tuple(map(text_of, (*FLAGGED, *PLAIN))))
     expected = [REFERENCE[op](*x) for x in zip(*given, strict=True)]
     if op in FLAGGED:
         assert w.scc.tolist() == [bool(flag) for _, flag in expected]

@@ -247,7 +247,8 @@ def is_subnormal(x: Array) -> Array:
 
 def divide_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
     """v_div_scale_f32: `x` (one of the other two) brought to where a Newton step neither over- nor underflows, and
-    whether v_div_fmas must bring the quotient back."""
+    whether v_div_fmas must bring the quotient back. Where the manual leaves it open, so that the sequence of
+    instructions that compilers emit divides as IEEE has it."""
     quotient, inverse = numerator / denominator, F32(1) / denominator
     far = exponent(numerator) - exponent(denominator) >= 96
     tiny, huge, low_quotient = is_subnormal(denominator), is_subnormal(inverse), is_subnormal(quotient)
@@ -259,7 +260,7 @@ def divide_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array,
             exponent(numerator) <= 23,
         ],
         [
-            np.full_like(quotient, np.nan), np.where(is_denominator, up, x), up, np.where(is_denominator, up, x), down,
+            np.full_like(quotient, np.nan), np.where(is_denominator, up, x), up, np.where(is_denominator, down, x), down,
             np.where(is_numerator, up, x), up,
         ],
         x,
@@ -288,8 +289,9 @@ def divide_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array
             (denominator == 0) | np.isinf(numerator),
             np.isinf(denominator) | (numerator == 0),
             difference < -150,
+            np.isnan(quotient),  # what a step makes of an infinite quotient
         ],
-        [nan, nan, infinite, zero, zero],
+        [nan, nan, infinite, zero, zero, infinite],
         np.abs(quotient),
     ).astype(F32)
     return np.where(sign, -size, size)

@@ -34,9 +34,13 @@ def front(waves: int = 2, scratch_bytes: int = 0) -> Front:
     return Front.fresh(np.zeros(waves, int), np.arange(waves), 256, 256, scratch_bytes)
 
 
-def execute(text: str, w: Front, machine: Machine | None = None, chip: str = CHIP) -> None:
-    """One instruction, in a copy of what it was taken apart to."""
-    (ins,) = assemble(text, chip=chip)
+def execute(
+    text: str, w: Front, machine: Machine | None = None, chip: str = CHIP, among: tuple[str, ...] | None = None
+) -> None:
+    """One instruction, in a copy of what it was taken apart to. among: lines, `text` one of them, that are assembled
+    together, once for all tests that name them."""
+    among = among or (text,)
+    ins = assemble(*among, chip=chip)[among.index(text)]
     ins = Instruction(ins.at, ins.op, ins.args, ins.modifiers, ins.words, ins.text)
     with np.errstate(all="ignore"):
         bind(ins, machine or Machine(Memory(0), LDS(0, 1)))(w)

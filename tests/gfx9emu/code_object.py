@@ -70,7 +70,8 @@ def blocks_of(instructions: list[Instruction], entry: int, machine: Machine) -> 
     blocks: list[Block] = []
     numbers: dict[int, int] = {}
     for ins in instructions:
-        if ins.at in starts:
+        # Behind an end there may be padding: what follows it begins a block too.
+        if ins.at in starts or blocks[-1].last is not None:
             numbers[ins.at] = len(blocks)
             blocks.append(Block([], None, machine))
         if is_branch(ins) or ins.op in ENDS:

@@ -243,7 +243,7 @@ def test_row(op: str) -> None:
         for offset in (0, accumulators):
             w.v[place + offset][...] = np.array([b & 0xFFFFFFFF for b in column], np.uint32).reshape(8, 64)
             w.v[place + 1 + offset][...] = np.array([b >> 32 for b in column], np.uint32).reshape(8, 64)
-    execute(text_of(op, TABLE[op][0]), w)
+    execute(text_of(op, TABLE[op][0]), w, among=tuple(text_of(op, shape) for op, (shape, _) in TABLE.items()))
     first = 256 if op in ("v_accvgpr_write_b32", "v_accvgpr_mov_b32") else 0
     low, high = w.v[first].ravel().tolist(), w.v[first + 1].ravel().tolist()
     literal = {"v_fmamk_f32": 1, "v_fmaak_f32": 2}.get(op)

@@ -69,7 +69,7 @@ def fp32_bias(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.float().contiguous()
 
 
-def linear_logprob(
+def logprob(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -102,7 +102,7 @@ def linear_logprob(
     return logprob, entropy, lse, normalizer
 
 
-def linear_logprob_backward(
+def logprob_backward(
     upstream: Upstream,
     hidden: Tensor,
     weight: Tensor,

@@ -67,7 +67,7 @@ class Case:
             "temperature": 0.5 + torch.rand(num_rows, device="cuda") if self.temperature else 0.7,
             "backend": self.backend,
         }
-        results = WHATS[self.what](hidden, weight, target, bias, options)
+        results = CALLS[self.what](hidden, weight, target, bias, options)
         torch.autograd.backward(results, [torch.randn_like(result) for result in results])
         grads = [leaf.grad for leaf in leaves]
         finite = [t.isfinite().all() for t in (*results, *grads)]
@@ -85,7 +85,7 @@ def _loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, o
     return [fusedce.linear_cross_entropy(hidden, weight, target, linear_bias=bias, z_loss=1e-3, **options)]
 
 
-WHATS: dict[str, Callable[..., list[Tensor]]] = {
+CALLS: dict[str, Callable[..., list[Tensor]]] = {
     "logprob": partial(_log_probs, with_entropy=False),
     "entropy": partial(_log_probs, with_entropy=True),
     "loss": _loss,
@@ -97,7 +97,7 @@ def cases() -> list[Case]:
     backends = ("triton", *(("native",) if hip.unavailable() is None else ()))
     return [
         Case(backend, what, shape, **options)
-        for backend, what, options, shape in itertools.product(backends, WHATS, OPTIONS, SHAPES)
+        for backend, what, options, shape in itertools.product(backends, CALLS, OPTIONS, SHAPES)
     ]
 
 

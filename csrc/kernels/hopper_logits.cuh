@@ -310,15 +310,19 @@ class SeededExponentials {
   __device__ void prepare(float (&d)[kAccumulators]) const {
     logits_.share_bias();
     if constexpr (!kSoftcap) {
+      if (logits_.has_special()) {
 #pragma unroll
-      for (int j = 0; j < kAccumulators / 4; j += 2) leave_out(&d[4 * j], j);
+        for (int j = 0; j < kAccumulators / 4; j += 2) leave_out(&d[4 * j], j);
+      }
     }
   }
 
   __device__ void apply(float* d, int j) {
     float slope[8];
     logits_.make_raw(d, j, slope);
-    if constexpr (kSoftcap) leave_out(d, j);
+    if constexpr (kSoftcap) {
+      if (logits_.has_special()) leave_out(d, j);
+    }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int h = logits_.half(i);
@@ -343,7 +347,6 @@ class SeededExponentials {
 
  private:
   __device__ void leave_out(float* d, int j) const {
-    if (!logits_.has_special()) return;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (logits_.is_target(4 * j + i) || logits_.is_outside(4 * j + i)) d[i] = -INFINITY;

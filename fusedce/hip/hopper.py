@@ -32,7 +32,12 @@ def suits(hidden: Tensor, weight: Tensor) -> bool:
     if hidden.dtype != torch.bfloat16 or hidden.shape[0] == 0 or not hidden.is_cuda:
         return False
     depth = hidden.shape[1]
-    return depth > 0 and depth % ALIGNMENT == 0 and copyable(weight) and _is_hopper(hidden.device.index)
+    return depth > 0 and depth % ALIGNMENT == 0 and copyable(weight) and multiplies_on(hidden.device)
+
+
+def multiplies_on(device: torch.device) -> bool:
+    """Whether the extension has matrix products of its own for this GPU."""
+    return _is_hopper(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def copyable(matrix: Tensor) -> bool:
@@ -40,6 +45,11 @@ def copyable(matrix: Tensor) -> bool:
     stride = matrix.stride(0)
     starts = stride % ALIGNMENT == 0 and matrix.data_ptr() % 16 == 0
     return starts and matrix.stride(1) == 1 and stride >= matrix.shape[1]
+
+
+def dense_rows(matrix: Tensor) -> Tensor:
+    """A bf16 matrix as TMA can move it: itself, or a copy. (`contiguous()` leaves a single row's stride as it is.)"""
+    return matrix if copyable(matrix) else matrix.clone(memory_format=torch.contiguous_format)
 
 
 @functools.cache
@@ -59,7 +69,7 @@ def fp32_bias(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.float().contiguous()
 
 
-def linear_logprob(
+def logprob(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -72,7 +82,7 @@ def linear_logprob(
     Memory: SUMS_BYTES of tile sums. Bitwise repeatable, and a row does not feel the others.
     """
     num_rows, ops = hidden.shape[0], torch.ops.fusedce_native
-    hidden, target, bias = hidden if copyable(hidden) else hidden.contiguous(), target.contiguous(), fp32_bias(bias)
+    hidden, target, bias = dense_rows(hidden), target.contiguous(), fp32_bias(bias)
     slopes, num_tiles, num_sums = row_slopes(options, num_rows, hidden), vocab_tiles(weight), 3 if with_entropy else 2
     logprob, lse = (hidden.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
     entropy = hidden.new_empty(num_rows if with_entropy else 0, dtype=torch.float32)
@@ -92,7 +102,7 @@ def linear_logprob(
     return logprob, entropy, lse, normalizer
 
 
-def linear_logprob_backward(
+def logprob_backward(
     upstream: Upstream,
     hidden: Tensor,
     weight: Tensor,
@@ -118,7 +128,7 @@ def linear_logprob_backward(
     sums = Gradients(hidden, weight, mask, chunks, units)
     for start, stop in chunks:
         part = slice(start, stop)
-        rows = chunked.kept_rows(hidden[part], target[part], options.ignore_index).contiguous()
+        rows = dense_rows(chunked.kept_rows(hidden[part], target[part], options.ignore_index))
         torch.ops.fusedce_native.logit_gradient(
             rows, weight, bias, target[part], slopes[part], options.ignore_index, options.softcap,
             numbers[part], with_entropy, sums.d_logits(stop - start),

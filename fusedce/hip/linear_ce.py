@@ -28,7 +28,7 @@ def linear_logprob(
     number of rows, by which the vendor library chooses its GEMM.
     """
     if hopper.suits(hidden, weight):
-        return hopper.linear_logprob(hidden, weight, target, bias, options, with_entropy)
+        return hopper.logprob(hidden, weight, target, bias, options, with_entropy)
     rows = _Rows(hidden, weight, target, bias, options)
     for start, stop in chunked.row_chunks(hidden.shape[0], _row_width(weight.shape[0]) * 4):
         rows.statistics(start, stop, _logits(hidden[start:stop], weight))
@@ -54,7 +54,7 @@ def linear_logprob_backward(
     repeatable.
     """
     if hopper.suits(hidden, weight):
-        return hopper.linear_logprob_backward(
+        return hopper.logprob_backward(
             upstream, hidden, weight, target, bias, logprob, entropy, normalizer, options, mask
         )
     gradient = row_gradient(upstream, logprob, entropy, target, options)

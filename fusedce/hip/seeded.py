@@ -1,9 +1,9 @@
 """The loss with its gradients by three GEMMs of our own, on Hopper: exponentials about a seed that is known beforehand.
 
 The seed of a row is its target's raw logit, one dot product. The logits' GEMM writes E = e^(z − z_y) in bf16, and its
-sums; logits never exist. With S = 1 + Σ E everything follows: log p_y = −log S, p_j = E_j / S, and each row's factor g/S goes
-into d_hidden's epilogue and into the copy of hidden that d_weight's GEMM reads. Kernels: linear_ce_hopper.cu and
-linear_ce_seeded.cu in csrc/kernels.
+sums; logits never exist. With S = 1 + Σ E everything follows: log p_y = −log S, p_j = E_j / S, and each row's factor
+g/S goes into d_hidden's epilogue and into the copy of hidden that d_weight's GEMM reads. Kernels: linear_ce_hopper.cu
+and linear_ce_seeded.cu in csrc/kernels.
 """
 
 import torch
@@ -41,7 +41,7 @@ def fused(
 
     def add(start: int, stop: int) -> None:
         part = slice(start, stop)
-        rows = chunked.kept_rows(hidden[part], target[part], options.ignore_index).contiguous()
+        rows = hopper.dense_rows(chunked.kept_rows(hidden[part], target[part], options.ignore_index))
         chunk = (rows, weight, bias, target[part], slopes[part], options.ignore_index, options.softcap)
         raw_target, seed, rest, factor = rows.new_empty((4, stop - start), dtype=torch.float32)
         partial = rows.new_empty((num_tiles, stop - start), dtype=torch.float32)

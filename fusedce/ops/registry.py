@@ -32,8 +32,9 @@ OPS = (
     "moe_combine",
 )
 NATIVE_OPS = frozenset({"linear_logprob", "linear_ce_sum"})
-# Where both run, the one that bench/results shows to be faster goes first.
-NATIVE_FIRST: frozenset[str] = frozenset()
+# Where both run, Triton goes first, but for these ops and operands on a GPU for which the native backend has matrix
+# products of its own: there it was measured to be faster (bench/notes/linear_ce.md).
+NATIVE_FIRST = frozenset({("linear_logprob", torch.bfloat16)})
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -70,8 +71,11 @@ def _why_not(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str
     return importlib.import_module(PACKAGES["native"]).unavailable()
 
 
-def _candidates(op: str) -> tuple[str, ...]:
-    return ("native", "triton", "eager") if op in NATIVE_FIRST else ("triton", "native", "eager")
+def _candidates(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    is_first = (op, dtype) in NATIVE_FIRST and _why_not(op, "native", device.type, dtype) is None
+    if is_first and importlib.import_module(PACKAGES["native"]).multiplies_on(device):
+        return ("native", "triton", "eager")
+    return ("triton", "native", "eager")
 
 
 def choose(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> Choice:
@@ -91,10 +95,10 @@ def choose(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> C
     if device.type == "cpu":
         return Choice(op, "eager", "the tensors are on the CPU")
     passed: list[str] = []
-    for name in _candidates(op):
+    for name in _candidates(op, device, dtype):
         reason = _why_not(op, name, device.type, dtype)
         if reason is None:
-            return Choice(op, name, "; ".join(passed) or "the fastest measured for this op")
+            return Choice(op, name, "; ".join(passed) or "the fastest measured for this op here")
         passed.append(f"not {name}: {reason}")
     raise AssertionError("eager runs everywhere")
 

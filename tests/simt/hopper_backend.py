@@ -37,15 +37,13 @@ def check(with_bias: bool, softcap: float, with_temperatures: bool, entropy: str
         upstream[1] = None
     with_entropy = entropy != "none"
 
-    def results(backend, dtype: torch.dtype) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    def results(forward, backward, dtype: torch.dtype) -> list[Tensor]:  # type: ignore[no-untyped-def]
         inputs = (hidden.to(dtype), weight.to(dtype), target, None if bias is None else bias.to(dtype))
         options = LogitOptions(-100, 0.8, softcap, torch.linspace(0.5, 2.0, num_rows) if with_temperatures else None)
-        logprob, of_entropy, lse, normalizer = backend.linear_logprob(*inputs, options, with_entropy)
+        logprob, of_entropy, lse, normalizer = forward(*inputs, options, with_entropy)
         assert of_entropy.numel() == (num_rows if with_entropy else 0)
         grads = Upstream(*(None if g is None else g.to(lse.dtype) for g in upstream))
-        gradients = backend.linear_logprob_backward(
-            grads, *inputs, logprob, of_entropy, normalizer, options, [True, True, with_bias]
-        )
+        gradients = backward(grads, *inputs, logprob, of_entropy, normalizer, options, [True, True, with_bias])
         return [logprob, of_entropy, lse, *gradients]
 
     with tempfile.TemporaryDirectory() as folder:
@@ -57,9 +55,10 @@ def check(with_bias: bool, softcap: float, with_temperatures: bool, entropy: str
             library.impl(op, getattr(host_seeded, op), "CPU")
         # What ignored rows hold makes no difference.
         kept, hidden[::5] = hidden[::5].clone(), float("nan")
-        out = results(hopper, torch.bfloat16)
+        out = results(hopper.logprob, hopper.logprob_backward, torch.bfloat16)
         hidden[::5] = kept
         del library
-    gold, twin = (results(eager, dtype) for dtype in (torch.float64, torch.bfloat16))
+    plain = (eager.linear_logprob, eager.linear_logprob_backward)
+    gold, twin = (results(*plain, dtype) for dtype in (torch.float64, torch.bfloat16))
     for name, o, g, t in zip(NAMES, out, gold, twin, strict=True):
         assert_close(o, g, t, name)

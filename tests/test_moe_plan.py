@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fusedce
-from fusedce.options import MoEPlan
+from fusedce.options import ExpertOptions, MoEPlan
 from tests.conftest import Place
 from tests.linear_ce_cases import in_fp64, with_gradients
 from tests.moe_cases import NAMES, Case, ours, package, plain, upstream
@@ -77,7 +77,8 @@ def test_mo_a16_slots_without_a_row(every: int, place: Place) -> None:
     plan = backend.moe_plan(index, 6)
     assert as_lists(plan) == reference(index, 6)
     served = int(plan[0][-1])
-    rows, pre_act = backend.moe_experts(hidden, gate_up, down, weights, *plan)
+    arguments = (hidden, gate_up, down, weights, *plan, None, None)
+    rows, pre_act = backend.moe_experts(*arguments, ExpertOptions())
     out, dispatched = backend.moe_combine(rows, *plan[1:]), backend.moe_dispatch(hidden, *plan[1:])
     bad = (plan[2] < -1).any(1)
     assert torch.equal(out.isnan().any(1), bad) and torch.equal(out.isnan().all(1), bad)
@@ -87,7 +88,8 @@ def test_mo_a16_slots_without_a_row(every: int, place: Place) -> None:
     (expected,) = plain(hidden, gate_up, down, torch.where(inside, weights, 0.0), torch.where(inside, index, 0))
     assert torch.allclose(out[~bad], expected[~bad], atol=1e-5)
     d_rows = torch.randn_like(rows)
-    grads = backend.moe_experts_backward(d_rows, hidden, gate_up, down, weights, *plan, pre_act, [True] * 4)
+    mask = [True] * 4 + [False] * 2
+    grads = backend.moe_experts_backward(d_rows, *arguments, pre_act, ExpertOptions(), mask)
     assert torch.equal(grads[0].isnan().any(1), bad)
     assert torch.equal(grads[3].isnan(), plan[2] < -1) and not grads[3][plan[2] == -1].any()
     assert grads[1].isfinite().all() and grads[2].isfinite().all()

@@ -13,11 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from fusedce import checks, env
-from fusedce.functional import moe_combine, moe_experts, moe_plan
+from fusedce.functional import moe_experts, moe_plan
 
 __all__ = ["ExpertsHandle", "fuse_experts"]
 
-_SILU = ("SiLU", "SiLUActivation")
+# What the class of an experts module's act_fn is called, and what the activation is here.
+_ACTIVATIONS = {
+    "SiLU": "swiglu",
+    "SiLUActivation": "swiglu",
+    "GELU": "geglu",
+    "GELUActivation": "geglu",
+    "GELUTanh": "geglu_tanh",
+    "PytorchGELUTanh": "geglu_tanh",
+}
+_GPT_OSS_ALPHA = 1.702
 
 
 class ExpertsHandle:
@@ -41,7 +50,7 @@ class ExpertsHandle:
 
 
 def fuse_experts(model: nn.Module, *, backend: str = "auto") -> ExpertsHandle:
-    """Let every experts module of a transformers MoE model run by `moe_plan`, `moe_experts` and `moe_combine`.
+    """Let every experts module of a transformers MoE model run by `moe_plan` and `moe_experts`.
 
     Values and gradients are those of the stock experts up to rounding; routing weights are applied in fp32. Parameters,
     their names, state_dict and class stay as they are, so checkpoints, PEFT and optimizers see no difference.
@@ -56,7 +65,7 @@ def fuse_experts(model: nn.Module, *, backend: str = "auto") -> ExpertsHandle:
 
     Raises:
         TypeError: there are no experts that transformers' registry serves, or a module's experts are not what
-            `moe_experts` computes (another activation, biases, interleaved gates, a norm behind them), by its name.
+            `moe_experts` computes (another activation, no gate, a norm behind them), by its name.
             The same at a call, where the module has changed since or was given the registered name by its config.
 
     Memory: that of `fusedce.moe_experts`. Works under autocast, gradient checkpointing, torch.compile (one graph) and
@@ -111,29 +120,35 @@ def _is_experts(module: Any) -> bool:
 
 
 def _refuse(module: Any) -> None:
-    """TypeError unless the module's experts are down · (silu(gate · x) · (up · x)), gate and up one behind the
-    other."""
+    """TypeError unless `moe_experts` computes what the module's experts do."""
     reason = None
-    apply_gate = getattr(type(module), "_apply_gate", None)
     if not module.has_gate:
         reason = "have no gate"
-    elif getattr(apply_gate, "__name__", "") != "_default_apply_gate":
-        reason = "have an activation of their own"
-    elif type(getattr(module, "act_fn", None)).__name__ not in _SILU:
-        reason = f"have the activation {type(getattr(module, 'act_fn', None)).__name__}, not SiLU"
-    elif module.has_bias:
-        reason = "have biases"
-    elif not module.is_concatenated:
-        reason = "have gate and up rows interleaved"
     elif getattr(module, "has_post_expert_norm", False):
         reason = "have a norm behind each expert"
+    elif _activation(module) is None:
+        own = getattr(type(module), "_apply_gate", None)
+        name = type(getattr(module, "act_fn", None)).__name__
+        default = getattr(own, "__name__", "") == "_default_apply_gate"
+        reason = f"have the activation {name}" if default else "have an activation of their own"
     if reason:
         raise TypeError(f"fusedce.fuse_experts: the experts of {type(module).__name__} {reason}, which is not fused")
+
+
+def _activation(module: Any) -> str | None:
+    """Its name in `moe_experts`, None for another."""
+    own = getattr(type(module), "_apply_gate", None)
+    if getattr(own, "__name__", "") == "_default_apply_gate":
+        return _ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
+    # A gate of its own is known by its class alone; the clamp is a number of the module's.
+    same = type(module).__name__ == "GptOssExperts" and module.alpha == _GPT_OSS_ALPHA and not module.is_concatenated
+    return "gpt_oss" if same else None
 
 
 def _forward(backend: str, self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The forward of an experts module: hidden_states (N, D), ids and weights (N, K) -> (N, D)."""
     _refuse(self)
+    activation = _activation(self) or ""
     gate_up, down = self.gate_up_proj, self.down_proj
     if self.is_transposed:
         gate_up, down = gate_up.mT, down.mT
@@ -141,6 +156,18 @@ def _forward(backend: str, self: Any, hidden_states: Tensor, top_k_index: Tensor
     if self._is_expert_parallel:
         # E stands for the experts of other ranks.
         top_k_index = torch.where(top_k_index >= num_experts, -1, top_k_index)
-    plan = moe_plan(top_k_index, num_experts, backend=backend)
-    rows = moe_experts(hidden_states.to(gate_up.dtype), gate_up, down, top_k_weights, plan, backend=backend)
-    return moe_combine(rows, plan, backend=backend).to(hidden_states.dtype)
+    out = moe_experts(
+        hidden_states.to(gate_up.dtype),
+        gate_up,
+        down,
+        top_k_weights,
+        moe_plan(top_k_index, num_experts, backend=backend),
+        gate_up_bias=self.gate_up_proj_bias if self.has_bias else None,
+        down_bias=self.down_proj_bias if self.has_bias else None,
+        activation=activation,
+        limit=self.limit if activation == "gpt_oss" else 7.0,
+        interleaved=not self.is_concatenated,
+        combine=True,
+        backend=backend,
+    )
+    return out.to(hidden_states.dtype)

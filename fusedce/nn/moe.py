@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedce.functional import Routing, moe_combine, moe_experts, moe_plan
+from fusedce.functional import Routing, moe_experts, moe_plan
 from fusedce.nn.presets import moe_preset, router_preset
 from fusedce.nn.router import Router
 
@@ -112,8 +112,7 @@ class MoE(nn.Module):
         weights, index = self.route(hidden, mask=mask) if routing is None else routing
         flat = hidden.reshape(-1, hidden.shape[-1])
         plan = moe_plan(index, self.gate_up_proj.shape[0], backend=self.backend)
-        rows = moe_experts(flat, self.gate_up_proj, self.down_proj, weights, plan, backend=self.backend)
-        out = moe_combine(rows, plan, backend=self.backend)
+        out = moe_experts(flat, self.gate_up_proj, self.down_proj, weights, plan, combine=True, backend=self.backend)
         if self.shared_gate_up_proj is not None and self.shared_down_proj is not None:
             out = out + self._shared(flat, self.shared_gate_up_proj, self.shared_down_proj)
         return out.reshape(hidden.shape)

@@ -8,7 +8,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 import fusedce
 from fusedce.nn import MoE, Router
-from tests.integrations.tiny_moe import FAMILIES, ROUTED, tiny_moe
+from tests.integrations.tiny_moe import FAMILIES, SWIGLU, tiny_moe
 
 SHARED = ("shared_expert", "shared_experts")
 
@@ -37,7 +37,7 @@ def by_expert(weights: Tensor, index: Tensor, num_experts: int) -> Tensor:
     return torch.zeros(index.shape[0], num_experts, dtype=weights.dtype).scatter(1, index, weights)
 
 
-@pytest.mark.parametrize("family", ROUTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_router_values_and_gradients(family: str) -> None:
     model = tiny_moe(family)
     theirs, hidden = router_of(model), torch.randn(60, 32)
@@ -59,7 +59,7 @@ def test_router_values_and_gradients(family: str) -> None:
         assert torch.allclose(ours, expected, atol=2e-6 * float(expected.abs().max()), rtol=2e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SWIGLU)
 def test_block_values_and_gradients(family: str) -> None:
     """The whole block, shared experts and their gate included, with transformers' parameters."""
     model = tiny_moe(family)

@@ -46,16 +46,15 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek-v2": lambda: DeepseekV2Config(**{**SIZES, **LATENT, **GROUPS}, topk_method="group_limited_greedy"),
     "deepseek-v3": lambda: DeepseekV3Config(**{**SIZES, **LATENT, **GROUPS}),
     "glm4-moe": lambda: Glm4MoeConfig(**{**SIZES, **GROUPS}),
+    # A clamp that bites.
+    "gpt-oss": lambda: GptOssConfig(**SIZES, **TOP, num_local_experts=6, rope_parameters=YARN, swiglu_limit=0.8),
 }
-ROUTED = {
-    **FAMILIES,
-    "gpt-oss": lambda: GptOssConfig(**SIZES, **TOP, num_local_experts=6, rope_parameters=YARN),
-}
+SWIGLU = [family for family in FAMILIES if family != "gpt-oss"]
 
 
 def tiny_moe(family: str) -> PreTrainedModel:
     """A model in fp32 with stock experts in a plain loop, and a correction that counts where it has one."""
-    config = ROUTED[family]()
+    config = FAMILIES[family]()
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():

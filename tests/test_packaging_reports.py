@@ -42,15 +42,15 @@ def test_pytorch_189245_nothing_is_compiled_by_a_c_compiler_at_run_time() -> Non
 
 
 def test_gsplat_297_several_processes_without_a_home(tmp_path: Path) -> None:
-    """PK-A02, PK-A03: processes that start at once met each other's locks. Three, with no folder to write in."""
+    """PK-A02, PK-A03: processes that start at once met each other's locks. Two, with no folder to write in."""
     nowhere = str(tmp_path / "nothing")
     environment = {"HOME": nowhere, "TMPDIR": nowhere, "XDG_CACHE_HOME": nowhere, "PYTHONPATH": str(ROOT), "PATH": ""}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
     started = [
         subprocess.Popen([sys.executable, "-c", FIRST_CALL], stdout=subprocess.PIPE, text=True, env=environment)
-        for _ in range(3)
+        for _ in range(2)
     ]
-    assert [process.communicate(timeout=300)[0].strip() for process in started] == ["True"] * 3
+    assert [process.communicate(timeout=300)[0].strip() for process in started] == ["True"] * 2
     assert not os.path.exists(nowhere)
 
 

@@ -136,10 +136,10 @@ def test_the_peak_at_128k() -> None:
     """CP 4, all layers recomputed: beside the article's 37 to 38 GB, of which it does not say what it counts."""
     job = long_job()
     window = peak(job, Layout(cp=4, dp=8, ep=8, recomputed=40)).total / GB
-    assert 32 < window < 38
+    assert near(window, 33.7, 0.05)
     whole, parts = (peak(job, Layout(dp=32, ep=8, recomputed=40, chunks=c)).total / GB for c in (1, 8))
     # Without CP the card would be full; in chunks there is room.
-    assert 70 < whole < 80 and parts < 60
+    assert near(whole, 75.2, 0.05) and near(parts, 54.6, 0.05)
 
 
 # ── 6: the recipe ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -147,7 +147,7 @@ def test_the_peak_at_128k() -> None:
 
 def test_one_layout_instead_of_81() -> None:
     assert 3**4 == 81
-    layout = solve(long_job(reserve=0.08)).layout
+    layout = solve(long_job(reserve=0.10)).layout
     assert (layout.tp, layout.pp, layout.ep) == (1, 1, 8)
     # The article's windows of 16K to 32K tokens a rank are CP 8 and CP 4.
     assert [131_072 // cp for cp in (8, 4)] == [16_384, 32_768]
@@ -164,11 +164,11 @@ def test_shares_of_other_cards() -> None:
 
 
 def test_more_memory_recomputes_less_and_needs_less_context_parallelism() -> None:
-    answers = [solve(long_job(name, 0.08)) for name in ("h100", "mi300x", "mi355x")]
+    answers = [solve(long_job(name, 0.10)) for name in ("h100", "mi300x", "mi355x")]
     simplest = [answer.simplest.layout for answer in answers]
     assert all(layout.cp == 1 for layout in simplest)
     assert simplest[0].recomputed > simplest[1].recomputed > simplest[2].recomputed > 0
-    assert answers[0].layout.cp > answers[1].layout.cp >= answers[2].layout.cp
+    assert answers[0].layout.cp > answers[1].layout.cp == answers[2].layout.cp == 2
 
 
 def test_without_the_running_maximum_exp_overflows_in_every_format() -> None:

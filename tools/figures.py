@@ -1,7 +1,7 @@
-"""Write what the rows of bench/results/*.csv say: the README's measured section, and the times that `fusedce plan`
-counts with (fusedce/plan/measured.csv). Standard library only.
+"""Write what the rows of bench/results/*.csv say: the README's measured section, docs/article.md's, and the times that
+`fusedce plan` counts with (fusedce/plan/measured.csv). Standard library only.
 
-    python tools/figures.py            rewrites both
+    python tools/figures.py            rewrites all three
     python tools/figures.py --check    fails if one of them is not what the rows say
 
 A table an op and GPU, a line a case, mode and metric, a column a provider: the median (p50), in the row's unit. Where a
@@ -16,6 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+ARTICLE = ROOT / "docs" / "article.md"
+ARTICLE_CASE = ("linear_ce", "N65536_D2048_V124160_random", "fwd_bwd")
 PLAN = ROOT / "fusedce" / "plan" / "measured.csv"
 PLAN_COLUMNS = ("op", "provider", "case", "mode", "p50", "gpu", "commit", "date")
 BEGIN = "<!-- figures: written by `make figures` from bench/results/*.csv -->\n"
@@ -29,8 +31,14 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; fail if README.md is out of date")
     check = parser.parse_args().check
     rows = read_rows(ROOT / "bench" / "results")
-    readme = README.read_text(encoding="utf-8")
-    for path, after in ((README, with_figures(readme, section(rows))), (PLAN, plan_rows(rows))):
+    readme, article = (path.read_text(encoding="utf-8") for path in (README, ARTICLE))
+    case = [row for row in rows if (row["op"], row["case"], row["mode"]) == ARTICLE_CASE]
+    written = {
+        README: with_figures(readme, section(rows)),
+        ARTICLE: with_figures(article, section(case)),
+        PLAN: plan_rows(rows),
+    }
+    for path, after in written.items():
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         if check and before != after:
             sys.exit(f"{path.relative_to(ROOT)} does not show the rows of bench/results; `make figures` writes them")
@@ -60,9 +68,9 @@ def read_rows(folder: Path) -> list[Row]:
     return sorted(rows, key=lambda row: row["date"])
 
 
-def with_figures(readme: str, figures: str) -> str:
-    """The README with its section replaced."""
-    head, _, rest = readme.partition(BEGIN)
+def with_figures(page: str, figures: str) -> str:
+    """A page with its section replaced."""
+    head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}{figures}{END}{tail}"
 

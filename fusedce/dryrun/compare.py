@@ -9,8 +9,9 @@ from fusedce.plan.layout import Job, Layout
 from fusedce.plan.memory import HIDDEN_PARTS, Moment, moments
 from fusedce.plan.recipe import Answer
 
-# Layers that are run: they are all alike, and a whole model takes minutes.
+# Layers and chunks that are run: they are all alike, and a whole model takes minutes.
 MAX_LAYERS = 4
+MAX_CHUNKS = 8
 
 
 def measure(answer: Answer) -> dict[str, Any]:
@@ -23,15 +24,15 @@ def measure(answer: Answer) -> dict[str, Any]:
     tracked = track(job, layout)
     parts = beside(predicted(job, layout), tracked)
     total = sum(p for p, _ in parts.values()), tracked.total
-    run = f"rank 0 of {layout.world}, {job.model.layers} layers, {layout.recomputed} recomputed, {job.seq_len:,} tokens"
-    title = f"{run}: predicted and tracked, but for what lies inside kernels"
+    run = f"rank 0 of {layout.world}, {job.model.layers} layers, {layout.recomputed} recomputed, {layout.chunks} chunks"
+    title = f"{run}, {job.seq_len:,} tokens: predicted and tracked (not inside kernels)"
     return {"title": title, "parts": parts | {"all": total}}
 
 
 def as_run(job: Job, layout: Layout) -> tuple[Job, Layout]:
     """What the dry run can do of a plan: the trainer's block on a rank's slice of the sequence as if it were all of it,
-    for as many ranks of data parallelism; at most MAX_LAYERS layers, with the plan's share of recompute, and of either
-    kind at least one if the plan has both.
+    for as many ranks of data parallelism; at most MAX_CHUNKS chunks and MAX_LAYERS layers, with the plan's share of
+    recompute, and of either kind at least one if the plan has both.
     """
     if (layout.pp, layout.tp) != (1, 1):
         raise ValueError(f"--run: the plan has PP {layout.pp} and TP {layout.tp}; the trainer's model has neither")
@@ -47,7 +48,8 @@ def as_run(job: Job, layout: Layout) -> tuple[Job, Layout]:
         tokens_per_step=2 * layout.world * local,
         reserve=0.0,
     )
-    return shorter, replace(layout, cp=1, dp=layout.cp * layout.dp, recomputed=recomputed)
+    chunks = min(layout.chunks, MAX_CHUNKS)
+    return shorter, replace(layout, cp=1, dp=layout.cp * layout.dp, recomputed=recomputed, chunks=chunks)
 
 
 def predicted(job: Job, layout: Layout) -> Moment:

@@ -18,13 +18,13 @@ from fusedce.plan.models import MODELS
 from fusedce.plan.recipe import Answer, NothingFitsError, solve
 from fusedce.plan.sweep import compare, grid, next_up
 
-# Of a card, for the driver's context, communication buffers and fragmentation: a choice, not a measurement.
-RESERVE = 0.08
+# Of a card, for the driver's context, communication buffers, fragmentation and the model's own error: a choice.
+RESERVE = 0.10
 EXAMPLES = f"""One layout for a model on some GPUs, why each dimension is what it is, and its memory and time.
 No GPU is asked. Exit codes: 0, 1 if nothing fits, 2 for arguments that make no sense.
 
-models: {", ".join(MODELS)}, or a config.json
-GPUs:   {", ".join(GPUS)}
+  models: {", ".join(MODELS)}, or a config.json
+  GPUs:   {", ".join(GPUS)}
 
   fusedce plan --gpus 32                                          Qwen3-30B-A3B at 128K on 32 H100
   fusedce plan --model qwen3.5-35b-a3b --gpus 32 --sweep          and the 81 configurations of a grid
@@ -53,7 +53,7 @@ class PlanConfig:
     recompute: float | None = None
     """share of the layers to recompute; left out, as few as fit"""
     reserve_gb: float | None = None
-    """GB of a card to leave alone, for a rollout engine too; left out, 8 % for context, buffers and fragmentation"""
+    """GB of a card to leave alone, for a rollout engine too; left out, 10 % for context, buffers and error"""
     sweep: bool = False
     """also a grid of 81 configurations, predicted by the same model"""
     compare: str = ""

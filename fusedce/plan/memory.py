@@ -182,8 +182,8 @@ def _layers(job: Job, layout: Layout, weights: Weights, wide: Widths) -> list[tu
         if recomputes:
             found.append((f"attention again, {name}", again))
         if layout.chunks > 1:
-            # A second chunk's gradient is there before it is added to the first one's. With two groups, what was leaving
-            # has left by then.
+            # A second chunk's gradient is there before it is added to the first one's. With two groups, what was
+            # leaving has left by then.
             leaving = {"leaving gradients": reduce * reduced if shared else 0.0}
             two = {"whole gradients": 2 * BF16 * weights.experts}
             found.append((f"experts backward, second chunk, {name}", experts | two | leaving))

@@ -58,9 +58,10 @@ def sweep(console: Console, answer: Answer, points: list[Point]) -> None:
     """The grid's best, what fits, and why the others do not."""
     running = [point for point in points if point.candidate]
     title = f"{len(points)} configurations, {len(running)} fit; none of them need be tried"
-    table = Table(
-        "configuration", "peak, GB", "step, s", "against the plan", title=title, title_justify="left", box=None
-    )
+    table = Table(title=title, title_justify="left", box=None)
+    table.add_column("configuration", no_wrap=True)
+    for name in ("peak, GB", "step, s", "against the plan"):
+        table.add_column(name)
     for point in points:
         if point.candidate is None:
             table.add_row(named(point.layout), "", "", f"[dim]{point.refusal}[/]")
@@ -85,8 +86,8 @@ def comparison(console: Console, found: list[tuple[Gpu, Answer | str]]) -> None:
 
 def named(layout: Layout) -> str:
     """A layout in one line."""
-    dims = f"PP {layout.pp} · TP {layout.tp} · EP {layout.ep} · CP {layout.cp} · DP {layout.dp}"
-    return f"{dims} · {layout.recomputed} recomputed · {layout.chunks} chunks"
+    dims = f"PP {layout.pp} TP {layout.tp} EP {layout.ep} CP {layout.cp} DP {layout.dp}"
+    return f"{dims}, {layout.recomputed} recomputed, {layout.chunks} chunks"
 
 
 def bar(parts: dict[str, float], full: float, width: int = WIDTH) -> Text:

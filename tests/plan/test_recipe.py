@@ -8,7 +8,7 @@ import pytest
 from fusedce.plan.gpus import GPUS
 from fusedce.plan.layout import POLICIES, Job, Layout, refuse
 from fusedce.plan.memory import moments, peak
-from fusedce.plan.models import MODELS
+from fusedce.plan.models import MODELS, Model
 from fusedce.plan.reasons import reasons
 from fusedce.plan.recipe import CHUNKS, SIMPLICITY, NothingFitsError, solve
 from fusedce.plan.seconds import overlapped, rows_sent, step
@@ -87,6 +87,15 @@ def test_a_batch_too_small_for_the_ranks_forces_context_parallelism() -> None:
 def test_an_odd_number_of_cards_is_used_as_far_as_it_goes() -> None:
     answer = solve(job(gpus=13, seq_len=16_384))
     assert answer.layout.world == 13 and answer.layout.ep == 1
+
+
+def test_a_dense_model_is_planned_too() -> None:
+    llama = Model("llama", 32, 4096, 32, 8, 128, 128_256, 0, 0, 14_336, dense_layers=32, dense_ffn=14_336)
+    assert llama.params == pytest.approx(8.03e9, rel=0.001)
+    answer = solve(replace(job(gpus=8, seq_len=32_768), model=llama))
+    assert (answer.layout.ep, answer.layout.chunks) == (1, 1)
+    assert [reason.value for reason in reasons(answer) if reason.bound_by == "no experts"] == ["1", "1"]
+    assert "experts" not in answer.best.step.parts and "exchange" not in answer.best.step.parts
 
 
 def test_what_cannot_fit_says_by_how_much() -> None:

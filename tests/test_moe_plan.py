@@ -208,7 +208,7 @@ def test_a_bad_id_on_a_gpu_is_reported_without_a_sync(backend: str) -> None:
     index = Case(9, 1, 1, 6, 2).index("cuda")
     index[4, 1] = 6
     plan = fusedce.moe_plan(index, 6, backend=backend)
-    assert plan.slot_row[4, 1] == -1
+    assert plan.slot_row[4, 1] == -2
     with pytest.raises(ValueError, match="value 6 at row 9"):
         fusedce.check_flags()
     with pytest.raises(ValueError, match="value 6 at row 9"):

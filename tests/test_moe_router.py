@@ -139,6 +139,18 @@ def test_balances_under_recompute_and_compile(place: Place) -> None:
         assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(expected, other, strict=True))
 
 
+def test_keeping_the_plan_alone_gives_the_same_bits(place: Place) -> None:
+    moe, hidden = block(place), torch.randn(2, 7, 24, device=place.device)
+    results = []
+    for save in ("pre_activation", "plan"):
+        moe.save, leaf = save, hidden.clone().requires_grad_()
+        out = moe(leaf)
+        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), (leaf, *moe.parameters()))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with pytest.raises(ValueError, match="nn.MoE: argument 'save' is 'all'; expected one of"):
+        block(place, save="all")
+
+
 def test_options_that_no_router_has_are_refused() -> None:
     for error, message, change in [
         (TypeError, "temperature", dict(temperature=2.0)),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fusedce import checks, env
 from fusedce.functional import moe_experts, moe_plan
+from fusedce.options import SAVES
 
 __all__ = ["ExpertsHandle", "fuse_experts"]
 
@@ -49,7 +50,7 @@ class ExpertsHandle:
         self.undo()
 
 
-def fuse_experts(model: nn.Module, *, backend: str = "auto") -> ExpertsHandle:
+def fuse_experts(model: nn.Module, *, save: str = "pre_activation", backend: str = "auto") -> ExpertsHandle:
     """Let every experts module of a transformers MoE model run by `moe_plan` and `moe_experts`.
 
     Values and gradients are those of the stock experts up to rounding; routing weights are applied in fp32. Parameters,
@@ -58,6 +59,7 @@ def fuse_experts(model: nn.Module, *, backend: str = "auto") -> ExpertsHandle:
     Args:
         model: a model of transformers ≥ 5 with SwiGLU experts, such as Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE,
             Qwen3-Next, Qwen3.5-MoE, DeepSeek-V2 and V3, GLM-4-MoE; or a PeftModel around one.
+        save: what is kept for the backward, see `fusedce.moe_experts`: "plan" keeps no activation at all.
         backend: see `fusedce.moe_experts`.
 
     Returns:
@@ -72,6 +74,7 @@ def fuse_experts(model: nn.Module, *, backend: str = "auto") -> ExpertsHandle:
     transformers' own expert parallelism, whose slots for other ranks take no part. The name of the function lies in the
     model's config: an unpickled copy needs one call of this in its process.
     """
+    checks.one_of("fuse_experts", "save", save, SAVES)
     checks.one_of("fuse_experts", "backend", backend, env.BACKENDS)
     target = _pretrained(model)
     found = [module for module in target.modules() if _is_experts(module)]
@@ -82,7 +85,7 @@ def fuse_experts(model: nn.Module, *, backend: str = "auto") -> ExpertsHandle:
         )
     for module in found:
         _refuse(module)
-    name = _registered(backend)
+    name = _registered(save, backend)
     handle = ExpertsHandle(target, target.get_experts_implementation())
     target.set_experts_implementation(name)
     missed = [module for module in found if module.config._experts_implementation != name]
@@ -106,11 +109,11 @@ def _pretrained(model: nn.Module) -> Any:
     return target
 
 
-def _registered(backend: str) -> str:
-    """The name of the backend's function in transformers' registry."""
+def _registered(save: str, backend: str) -> str:
+    """The name of the function with these options in transformers' registry."""
     registry = importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
-    name = "fusedce" if backend == "auto" else f"fusedce_{backend}"
-    registry.register(name, functools.partial(_forward, backend))
+    name = "_".join(["fusedce", *(option for option in (save, backend) if option not in ("pre_activation", "auto"))])
+    registry.register(name, functools.partial(_forward, save, backend))
     return name
 
 
@@ -145,7 +148,9 @@ def _activation(module: Any) -> str | None:
     return "gpt_oss" if same else None
 
 
-def _forward(backend: str, self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _forward(
+    save: str, backend: str, self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """The forward of an experts module: hidden_states (N, D), ids and weights (N, K) -> (N, D)."""
     _refuse(self)
     activation = _activation(self) or ""
@@ -167,6 +172,7 @@ def _forward(backend: str, self: Any, hidden_states: Tensor, top_k_index: Tensor
         activation=activation,
         limit=self.limit if activation == "gpt_oss" else 7.0,
         interleaved=not self.is_concatenated,
+        save=save,
         combine=True,
         backend=backend,
     )

@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedce import checks
 from fusedce.functional import Routing, moe_experts, moe_plan
 from fusedce.nn.presets import moe_preset, router_preset
 from fusedce.nn.router import Router
+from fusedce.options import SAVES
 
 __all__ = ["MoE"]
 
@@ -26,6 +28,7 @@ class MoE(nn.Module):
         top_k: K, experts a token, from 1 to E.
         shared_ffn_size: S, the shared experts' F together; 0 for none.
         shared_gate: whether a gate weighs the shared experts, as in Qwen2-MoE and Qwen3.5-MoE; DeepSeek's have none.
+        save: what the experts keep for the backward, see `fusedce.moe_experts`: "pre_activation", or "plan": nothing.
         backend: of every op, see `fusedce.explain()`.
         device, dtype: of the parameters.
         options: the routing, see `fusedce.nn.Router`, `collect` among them.
@@ -54,6 +57,7 @@ class MoE(nn.Module):
         *,
         shared_ffn_size: int = 0,
         shared_gate: bool = False,
+        save: str = "pre_activation",
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -65,7 +69,8 @@ class MoE(nn.Module):
                 f"fusedce.nn.MoE: shared_ffn_size is {shared_ffn_size} with shared_gate={shared_gate}; expected at "
                 "least 0, and above it for a gate"
             )
-        self.backend = backend
+        checks.one_of("nn.MoE", "save", save, SAVES)
+        self.save, self.backend = save, backend
 
         def parameter(*sizes: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(sizes, device=device, dtype=dtype))
@@ -112,7 +117,9 @@ class MoE(nn.Module):
         weights, index = self.route(hidden, mask=mask) if routing is None else routing
         flat = hidden.reshape(-1, hidden.shape[-1])
         plan = moe_plan(index, self.gate_up_proj.shape[0], backend=self.backend)
-        out = moe_experts(flat, self.gate_up_proj, self.down_proj, weights, plan, combine=True, backend=self.backend)
+        out = moe_experts(
+            flat, self.gate_up_proj, self.down_proj, weights, plan, save=self.save, combine=True, backend=self.backend
+        )
         if self.shared_gate_up_proj is not None and self.shared_down_proj is not None:
             out = out + self._shared(flat, self.shared_gate_up_proj, self.shared_down_proj)
         return out.reshape(hidden.shape)

@@ -69,7 +69,8 @@ def test_with_the_fused_head_and_checkpointing() -> None:
     stock = loss_and_gradients(model, **inputs)
     model.gradient_checkpointing_enable()
     model.train()
-    with fuse_experts(model), fuse_lm_head(model):
+    with fuse_experts(model, save="plan"), fuse_lm_head(model):
+        assert experts_of(model)[0].config._experts_implementation == "fusedce_plan"
         assert_same(loss_and_gradients(model, **inputs), stock, rtol=2e-5)
 
 
@@ -132,6 +133,8 @@ def test_what_is_not_fused_is_refused_by_name() -> None:
         fuse_experts(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="'cuda'; expected one of"):
         fuse_experts(tiny_moe("mixtral"), backend="cuda")
+    with pytest.raises(ValueError, match="'all'; expected one of"):
+        fuse_experts(tiny_moe("mixtral"), save="all")
     model = tiny_moe("mixtral")
     before = model.get_experts_implementation()
     (experts, *_) = experts_of(model)

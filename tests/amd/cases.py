@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 import fusedce
-from tests import moe_cases, test_linear_ce, test_linear_ce_loss, test_linear_parts, test_moe_experts
+from tests import moe_cases, test_linear_argmax, test_linear_ce, test_linear_ce_loss, test_linear_logprob_of
+from tests import test_linear_parts, test_moe_experts
 from tests import test_moe_plan, test_moe_route
 from tests.conftest import Place
 from tests.linear_ce_cases import Case, ours
@@ -72,6 +73,18 @@ def loss(kernels: tuple[str, ...], *sizes: object, **options: object) -> Run:
     return Run(f"loss-{case}", lambda: test_linear_ce_loss.check(case, HERE), kernels)
 
 
+def greedy(*arguments: object) -> Run:
+    """The greedy words of a shape, with or without a bias."""
+    name = f"argmax-{arguments}".replace("torch.", "").replace(" ", "")
+    return Run(name, lambda: test_linear_argmax.test_no_other_word_is_larger(*arguments, HERE), ("linear_ce.argmax",))
+
+
+def selected(slots: int, *sizes: int, **options: object) -> Run:
+    """Log-probs of several words a row and every gradient."""
+    case, kernels = Case(*sizes, **options), (*LINEAR, "linear_ce.backward", "linear_ce.selected")
+    return Run(f"logprob-of-{slots}-{case}", lambda: test_linear_logprob_of.check(case, slots, HERE), kernels)
+
+
 def experts(*sizes: object, **options: object) -> Run:
     """The experts' values and every gradient."""
     case = moe_cases.Case(*sizes, **options)
@@ -101,6 +114,12 @@ RUNS = (
     Run("targets-of-no-probability", lambda: test_linear_ce_loss.test_targets_of_no_probability(BF16, HERE), SEEDED),
     Run("shards", lambda: test_linear_parts.test_shards_merge_to_the_whole((0, 64, 130, 131, 301), True, HERE),
         ("linear_ce.parts",)),
+    greedy((67, 301, 40), True, BF16),
+    greedy((67, 304, 64), False, FP16),
+    Run("argmax-ties", lambda: test_linear_argmax.test_the_lowest_of_equal_words(HERE), ("linear_ce.argmax",)),
+    selected(5, 37, 301, 40, dtype=BF16),
+    selected(40, 19, 304, 64, dtype=FP16, has_bias=True, softcap=3.0, temperature=0.6),
+    selected(3, 21, 301, 33, dtype=FP32),
     experts(65, 47, 65, 6, 2, dtype=BF16, loads="half"),
     experts(70, 64, 48, 3, 2, dtype=BF16, loads="one"),
     experts(45, 48, 33, 5, 2, dtype=FP16),

@@ -68,7 +68,7 @@ def linear_cross_entropy_heads(
 
     Raises: see `linear_logprob`.
 
-    Memory and work: those of `linear_cross_entropy` over H·N tokens, and 16·H·N bytes. Deterministic.
+    Memory and work: those of `linear_cross_entropy` over H·N tokens. Deterministic.
     """
     op = "linear_cross_entropy_heads"
     hidden = _stacked(op, hidden)

@@ -1,6 +1,8 @@
 """The experts of one MoE layer, routing given: forward alone and with backward, against torch and the peers installed.
 
 python -m bench.moe [--cases A_16384,A_65536,B_16384,smoke_64] [--providers …] [--out FILE] [--help]
+
+A case is SHAPE_TOKENS, with a router that prefers some experts, or SHAPE_TOKENS_even, with one that does not.
 """
 
 from collections.abc import Callable
@@ -16,8 +18,9 @@ SHAPES = {"A": (2048, 768, 128, 8), "B": (2048, 512, 256, 8), "C": (4096, 14336,
 Layer = Callable[..., Tensor]
 
 
-def inputs(shape: str, num_tokens: int, device: str) -> tuple[Tensor, ...]:
-    """hidden, gate_up_proj, down_proj in bf16 (fp32 on a CPU); top_k_weights, top_k_index of a skewed router."""
+def inputs(shape: str, num_tokens: int, device: str, preference: float = 0.5) -> tuple[Tensor, ...]:
+    """hidden, gate_up_proj, down_proj in bf16 (fp32 on a CPU); top_k_weights, top_k_index of a router whose logits
+    differ by `preference` from expert to expert and by 1 from token to token."""
     depth, ffn, num_experts, top_k = SHAPES[shape]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
@@ -25,7 +28,7 @@ def inputs(shape: str, num_tokens: int, device: str) -> tuple[Tensor, ...]:
     def normal(*sizes: int) -> Tensor:
         return torch.randn(*sizes, device=device, generator=generator)
 
-    logits = normal(num_tokens, num_experts) + 0.5 * normal(num_experts)
+    logits = normal(num_tokens, num_experts) + preference * normal(num_experts)
     weights, index = torch.topk(logits.softmax(-1), top_k)
     gate_up, down = normal(num_experts, 2 * ffn, depth) * depth**-0.5, normal(num_experts, depth, ffn) * ffn**-0.5
     hidden = normal(num_tokens, depth)
@@ -109,14 +112,14 @@ def floors(shape: str, num_tokens: int, device: str) -> list[Provider]:
 
 
 def bench(case: str, device: str, rounds: int, commit: str, names: str) -> list:  # type: ignore[type-arg]
-    """All rows of one case, "SHAPE_TOKENS"."""
-    shape, tokens = case.split("_")
-    num_tokens = int(tokens)
-    name, where = f"{shape}_N{num_tokens}_skewed", environment(device, commit)
+    """All rows of one case, "SHAPE_TOKENS" or "SHAPE_TOKENS_even"."""
+    shape, tokens, *routing = case.split("_")
+    num_tokens, is_even = int(tokens), routing == ["even"]
+    name, where = f"{shape}_N{num_tokens}_{'even' if is_even else 'skewed'}", environment(device, commit)
     rows = []
     for floor, times in interleaved(floors(shape, num_tokens, device), device, rounds).items():
         rows += rows_of({"floor": times}, where, "moe_experts", name, floor.removeprefix("floor-"))
-    tensors = inputs(shape, num_tokens, device)
+    tensors = inputs(shape, num_tokens, device, 0.0 if is_even else 0.5)
     leaves = [t.requires_grad_() for t in tensors[:4]]
     upstream = torch.randn(tensors[0].shape, device=device, dtype=tensors[0].dtype)
     gradient_bytes = sum(t.numel() * t.element_size() for t in leaves)
@@ -160,6 +163,10 @@ def main() -> None:
     for case in cases.split(","):
         print(case, flush=True)
         rows = bench(case, options.device, options.rounds, options.commit, options.providers)
+        floor = {row.mode: row.p50 for row in rows if row.provider == "floor"}
+        for row in rows:
+            if row.metric == "time" and floor[row.mode]:
+                print(f"  {row.provider} {row.mode}: {row.p50 / floor[row.mode]:.2f} times the bmm ceiling", flush=True)
         if options.out:
             write(rows, options.out)
 

@@ -104,6 +104,13 @@ def test_sizes_that_divide_by_nothing(size: int, place: Place) -> None:
     check(Case(18, 33, size, 3, 2), options, place)
 
 
+@pytest.mark.parametrize("size", [192, 1000, 2880])
+def test_sizes_of_several_tiles(size: int, place: Place) -> None:
+    """megablocks#114; 2,880 is gpt-oss's."""
+    check(Case(17, size, 24, 2, 1), Options("gpt_oss", True), place)
+    check(Case(17, 24, size, 2, 1), Options(), place)
+
+
 @pytest.mark.parametrize("options", EACH, ids=str)
 def test_gradcheck(options: Options) -> None:
     *tensors, index = inputs(Case(5, 4, 3, 3, 2, FP64), "cpu")
@@ -121,9 +128,7 @@ def test_opcheck(options: Options, needs_grad: bool, place: Place) -> None:
     plan = fusedce.moe_plan(index, 4, backend=place.backend)
     hidden, gate_up, down, weights, *biases = [t.requires_grad_(needs_grad) for t in tensors]
     arguments = (hidden, gate_up, down, weights, plan.offsets, plan.row_slot, plan.slot_row, *biases)
-    opcheck(
-        torch.ops.fusedce.moe_experts.default, arguments, {**dataclasses.asdict(options), "backend": place.backend}
-    )
+    opcheck(torch.ops.fusedce.moe_experts.default, arguments, {**dataclasses.asdict(options), "backend": place.backend})
 
 
 def test_fullgraph_compile_is_bitwise_eager(place: Place) -> None:
@@ -231,8 +236,11 @@ def test_bad_options_are_refused(error: type[Exception], message: str, change: d
         fusedce.moe_experts(hidden, gate_up, down, weights, fusedce.moe_plan(index, 3), **change)
 
 
-@pytest.mark.parametrize("change", [dict(activation="relu"), dict(save="all"), dict(gate_up_bias=torch.randn(3, 5)),
-                                    dict(down_bias=torch.randn(3, 8).double())], ids=lambda c: next(iter(c)))  # fmt: skip
+DIRECT = [dict(activation="relu"), dict(save="all"), dict(gate_up_bias=torch.randn(3, 5)),
+          dict(down_bias=torch.randn(3, 8).double())]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", DIRECT, ids=lambda change: next(iter(change)))
 def test_a_direct_call_of_the_op_is_checked_too(change: dict[str, object]) -> None:
     hidden, gate_up, down, weights, _, _, index = inputs(Case(12, 8, 6, 3, 1), "cpu")
     plan = fusedce.moe_plan(index, 3)

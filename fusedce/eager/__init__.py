@@ -10,7 +10,13 @@ from fusedce.eager.linear_ce import (
     linear_parts,
 )
 from fusedce.eager.linear_sparse import linear_logprob_sparse, linear_logprob_sparse_backward
-from fusedce.eager.moe import moe_combine, moe_dispatch, moe_experts, moe_experts_backward
+from fusedce.eager.moe import (
+    moe_combine,
+    moe_dispatch,
+    moe_experts,
+    moe_experts_backward,
+    moe_experts_backward_into,
+)
 from fusedce.eager.moe_route import (
     moe_balance,
     moe_balance_backward,
@@ -39,6 +45,7 @@ __all__ = [
     "moe_dispatch",
     "moe_experts",
     "moe_experts_backward",
+    "moe_experts_backward_into",
     "moe_plan",
     "moe_plan_chunks",
     "moe_replay",

@@ -1,9 +1,9 @@
 """The gated activations of the experts and their slopes, by name.
 
-    swiglu      silu(gate) · up
-    geglu       gelu(gate) · up, gelu(x) = x · Φ(x)
-    geglu_tanh  the same by gelu's tanh approximation
-    gpt_oss     (u + 1) · g · sigmoid(1.702 · g), g = min(gate, limit), u = up within ±limit
+swiglu      silu(gate) · up
+geglu       gelu(gate) · up, gelu(x) = x · Φ(x)
+geglu_tanh  the same by gelu's tanh approximation
+gpt_oss     (u + 1) · g · sigmoid(1.702 · g), g = min(gate, limit), u = up within ±limit
 """
 
 import math

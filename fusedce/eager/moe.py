@@ -13,6 +13,9 @@ from torch import Tensor
 from fusedce.eager.activation import gated
 from fusedce.options import ExpertOptions
 
+# Of hidden, gate_up_proj, down_proj, top_k_weights, gate_up_bias and down_bias.
+ExpertGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
 
 def moe_experts(
     hidden: Tensor,
@@ -58,7 +61,10 @@ def _gate_and_up(
     both = tokens.to(dtype) @ gate_up_proj[expert].to(dtype).t()
     if bias is not None:
         both = both + bias[expert].to(dtype)
-    return (both[:, ::2], both[:, 1::2]) if settings.interleaved else (*both.chunk(2, 1),)
+    if settings.interleaved:
+        return both[:, ::2], both[:, 1::2]
+    gate, up = both.chunk(2, 1)
+    return gate, up
 
 
 def moe_experts_backward(
@@ -75,15 +81,41 @@ def moe_experts_backward(
     pre_act: Tensor,
     settings: ExpertOptions,
     mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> ExpertGradients:
+    """`moe_experts_backward_into` with no main gradients."""
+    plan = (offsets, row_slot, slot_row)
+    tensors = (d_rows, hidden, gate_up_proj, down_proj, top_k_weights, *plan, gate_up_bias, down_bias, pre_act)
+    return moe_experts_backward_into(*tensors, settings, mask, (None, None))
+
+
+def moe_experts_backward_into(
+    d_rows: Tensor,
+    hidden: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_weights: Tensor,
+    offsets: Tensor,
+    row_slot: Tensor,
+    slot_row: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    pre_act: Tensor,
+    settings: ExpertOptions,
+    mask: list[bool],
+    main_grads: tuple[Tensor | None, Tensor | None],
+) -> ExpertGradients:
     """The gradients of hidden, gate_up_proj, down_proj, top_k_weights and the two biases, without the rows: with
-    g = d_rows·down, d_w = Σ_F g·act + Σ_D d_rows·b₂ and d_act = w·g.
+    g = d_rows·down, d_w = Σ_F g·act + Σ_D d_rows·b₂ and d_act = w·g. A weight's gradient is added to its main gradient
+    if it has one.
     """
     dtype = _accumulate_dtype(hidden)
     want_hidden, want_gate_up, want_down, want_weights, want_gate_up_bias, want_down_bias = mask
     d_x = hidden.new_zeros((row_slot.shape[0] if want_hidden else 0, hidden.shape[1]), dtype=dtype)
-    d_gate_up = gate_up_proj.new_zeros(gate_up_proj.shape if want_gate_up else (0,))
-    d_down = down_proj.new_zeros(down_proj.shape if want_down else (0,))
+    gate_up_main_grad, down_main_grad = main_grads
+    own_gate_up, own_down = want_gate_up and gate_up_main_grad is None, want_down and down_main_grad is None
+    # In the order in which the weights are stored.
+    d_gate_up = torch.zeros_like(gate_up_proj) if own_gate_up else hidden.new_empty(0)
+    d_down = torch.zeros_like(down_proj) if own_down else hidden.new_empty(0)
     d_gate_up_bias = hidden.new_zeros(gate_up_proj.shape[:2] if want_gate_up_bias else (0,))
     d_down_bias = hidden.new_zeros(down_proj.shape[:2] if want_down_bias else (0,))
     # A slot without a row keeps its NaN, or 0 where it takes no part.
@@ -102,7 +134,7 @@ def moe_experts_backward(
             gate, up = _gate_and_up(tokens, gate_up_proj, gate_up_bias, expert, settings)
         act, by_gate, by_up = gated(gate, up, settings.activation, settings.limit)
         if want_down:
-            d_down[expert] = (d_out.t() @ (weights * act)).to(d_down.dtype)
+            (d_down if down_main_grad is None else down_main_grad)[expert] += d_out.t() @ (weights * act)
         if want_down_bias:
             d_down_bias[expert] = (weights * d_out).sum(0).to(d_down_bias.dtype)
         if not (want_hidden or want_gate_up or want_weights or want_gate_up_bias):
@@ -116,7 +148,7 @@ def moe_experts_backward(
         d_both = (weights * grad * by_gate, weights * grad * by_up)
         d_pre = torch.stack(d_both, 2).flatten(1) if settings.interleaved else torch.cat(d_both, 1)
         if want_gate_up:
-            d_gate_up[expert] = (d_pre.t() @ tokens.to(dtype)).to(d_gate_up.dtype)
+            (d_gate_up if gate_up_main_grad is None else gate_up_main_grad)[expert] += d_pre.t() @ tokens.to(dtype)
         if want_gate_up_bias:
             d_gate_up_bias[expert] = d_pre.sum(0).to(d_gate_up_bias.dtype)
         if want_hidden:

@@ -19,6 +19,8 @@ def moe_experts(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_up_main_grad: Tensor | None = None,
+    down_main_grad: Tensor | None = None,
     activation: str = "swiglu",
     limit: float = 7.0,
     interleaved: bool = False,
@@ -40,6 +42,8 @@ def moe_experts(
         top_k_weights: (N, K), any of the float dtypes; applied in fp32. NaN spoils its own token only.
         plan: the `moe_plan` of the routing, for these N, K and E. Its values are trusted.
         gate_up_bias, down_bias: (E, 2F) and (E, D), hidden's dtype, or None. The first is in gate_up_proj's order.
+        gate_up_main_grad, down_main_grad: fp32, like gate_up_proj and down_proj, or None. The backward adds the
+            gradient of the weight to it, unrounded and in one pass, and the weight itself gets None.
         activation: "swiglu": silu(g)·u; "geglu": gelu(g)·u; "geglu_tanh": the same by gelu's tanh approximation;
             "gpt_oss": (u' + 1)·g'·sigmoid(1.702·g'), g' = min(g, limit), u' = u within ±limit.
         limit: above 0, for "gpt_oss".
@@ -91,15 +95,20 @@ def moe_experts(
         checks.tensor(op, "down_bias", down_bias, checks.FLOATS)
         checks.shape(op, "down_bias", down_bias, (num_experts, depth), "(E, D)")
         weights["down_bias"] = down_bias
+    main_grads = {"gate_up_main_grad": gate_up_main_grad, "down_main_grad": down_main_grad}
+    for (name, main_grad), weight in zip(main_grads.items(), (gate_up_proj, down_proj), strict=True):
+        if main_grad is not None:
+            checks.tensor(op, name, main_grad, (torch.float32,))
+            checks.shape(op, name, main_grad, tuple(weight.shape), "like its weight")
     checks.same_dtype(op, hidden=hidden, **weights)
-    checks.same_device(op, hidden=hidden, **weights, top_k_weights=top_k_weights, plan=plan.offsets)
+    checks.same_device(op, hidden=hidden, **weights, **main_grads, top_k_weights=top_k_weights, plan=plan.offsets)
     checks.one_of(op, "activation", activation, ACTIVATIONS)
     checks.positive_number(op, "limit", limit)
     checks.one_of(op, "save", save, SAVES)
     rows, _ = torch.ops.fusedce.moe_experts(
         hidden, gate_up_proj, down_proj, top_k_weights, plan.offsets, plan.row_slot, plan.slot_row, gate_up_bias,
-        down_bias, activation=activation, limit=float(limit), interleaved=bool(interleaved), save=save,
-        combine=bool(combine), backend=backend,
+        down_bias, gate_up_main_grad, down_main_grad, activation=activation, limit=float(limit),
+        interleaved=bool(interleaved), save=save, combine=bool(combine), backend=backend,
     )  # fmt: skip
     return rows
 

@@ -20,6 +20,8 @@ def _experts(
     slot_row: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_up_main_grad: Tensor | None = None,
+    down_main_grad: Tensor | None = None,
     *,
     activation: str = "swiglu",
     limit: float = 7.0,
@@ -30,7 +32,7 @@ def _experts(
 ) -> tuple[Tensor, Tensor]:
     flags.raise_pending()
     tensors = (hidden, gate_up_proj, down_proj, top_k_weights, offsets, row_slot, slot_row, gate_up_bias, down_bias)
-    _check_experts(*tensors, activation, save)
+    _check_experts(*tensors, gate_up_main_grad, down_main_grad, activation, save)
     choice = registry.choose("moe_experts", backend, hidden.device, hidden.dtype)
     run = registry.function(choice, "moe_experts")
     return run(*tensors, ExpertOptions(activation, limit, interleaved, save, combine))
@@ -61,6 +63,35 @@ def _experts_backward(
     tensors = (hidden, gate_up_proj, down_proj, top_k_weights, offsets, row_slot, slot_row, gate_up_bias, down_bias)
     settings = ExpertOptions(activation, limit, interleaved, save, combine)
     return run(d_rows, *tensors, pre_act, settings, mask)
+
+
+def _experts_backward_into(
+    d_rows: Tensor,
+    hidden: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_weights: Tensor,
+    offsets: Tensor,
+    row_slot: Tensor,
+    slot_row: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    pre_act: Tensor,
+    activation: str,
+    limit: float,
+    interleaved: bool,
+    save: str,
+    combine: bool,
+    mask: list[bool],
+    gate_up_main_grad: Tensor | None,
+    down_main_grad: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    choice = registry.choose("moe_experts", backend, hidden.device, hidden.dtype)
+    run = registry.function(choice, "moe_experts_backward_into")
+    tensors = (hidden, gate_up_proj, down_proj, top_k_weights, offsets, row_slot, slot_row, gate_up_bias, down_bias)
+    settings = ExpertOptions(activation, limit, interleaved, save, combine)
+    return run(d_rows, *tensors, pre_act, settings, mask, (gate_up_main_grad, down_main_grad))
 
 
 def _dispatch(hidden: Tensor, row_slot: Tensor, slot_row: Tensor, *, backend: str = "auto") -> Tensor:
@@ -119,6 +150,8 @@ def _check_experts(
     slot_row: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    gate_up_main_grad: Tensor | None,
+    down_main_grad: Tensor | None,
     activation: str,
     save: str,
 ) -> None:
@@ -143,7 +176,11 @@ def _check_experts(
     )
     for name, bias, weight in (("gate_up_bias", gate_up_bias, gate_up_proj), ("down_bias", down_bias, down_proj)):
         if bias is not None:
-            _check_bias(name, bias, weight)
+            _check_like(name, bias, weight.shape[:2], weight.dtype, weight.device)
+    pairs = (("gate_up_main_grad", gate_up_main_grad, gate_up_proj), ("down_main_grad", down_main_grad, down_proj))
+    for name, main_grad, weight in pairs:
+        if main_grad is not None:
+            _check_like(name, main_grad, weight.shape, torch.float32, weight.device)
     for name, value, known in (("activation", activation, ACTIVATIONS), ("save", save, SAVES)):
         torch._check_value(
             value in known,
@@ -164,20 +201,18 @@ def _check_experts(
     )
 
 
-def _check_bias(name: str, bias: Tensor, weight: Tensor) -> None:
+def _check_like(name: str, given: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
     torch._check_value(
-        bias.shape == weight.shape[:2] and bias.device == weight.device,
-        lambda: f"fusedce.moe_experts: {name} {tuple(bias.shape)} is not {tuple(weight.shape[:2])} on {weight.device}",
+        given.shape == shape and given.device == device,
+        lambda: f"fusedce.moe_experts: {name} {tuple(given.shape)} is not {tuple(shape)} on {device}",
     )
-    torch._check_type(
-        bias.dtype == weight.dtype,
-        lambda: f"fusedce.moe_experts: {name} is {bias.dtype}; expected {weight.dtype}",
-    )
+    torch._check_type(given.dtype == dtype, lambda: f"fusedce.moe_experts: {name} is {given.dtype}; expected {dtype}")
 
 
 for _name, _function in {
     "moe_experts": _experts,
     "moe_experts_backward": _experts_backward,
+    "moe_experts_backward_into": _experts_backward_into,
     "moe_dispatch": _dispatch,
     "moe_combine": _combine,
 }.items():
@@ -199,6 +234,8 @@ def _experts_fake(
     slot_row: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_up_main_grad: Tensor | None = None,
+    down_main_grad: Tensor | None = None,
     *,
     activation: str = "swiglu",
     save: str = "pre_activation",
@@ -206,7 +243,7 @@ def _experts_fake(
     **_: object,
 ) -> tuple[Tensor, Tensor]:
     tensors = (hidden, gate_up_proj, down_proj, top_k_weights, offsets, row_slot, slot_row, gate_up_bias, down_bias)
-    _check_experts(*tensors, activation, save)
+    _check_experts(*tensors, gate_up_main_grad, down_main_grad, activation, save)
     num_rows = row_slot.shape[0]
     rows = hidden.new_empty((hidden.shape[0] if combine else num_rows, hidden.shape[1]))
     return rows, hidden.new_empty((num_rows if save == "pre_activation" else 0, gate_up_proj.shape[1]))
@@ -232,13 +269,47 @@ def _experts_backward_fake(
     combine: bool,
     mask: list[bool],
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    shapes = (hidden.shape, gate_up_proj.shape, down_proj.shape, slot_row.shape)
-    shapes += (gate_up_proj.shape[:2], down_proj.shape[:2])
-    dtypes = (hidden.dtype,) * 3 + (top_k_weights.dtype,) + (hidden.dtype,) * 2
-    given = zip(shapes, dtypes, mask, strict=True)
-    grads = [hidden.new_empty(shape if wanted else (0,), dtype=dtype) for shape, dtype, wanted in given]
-    return grads[0], grads[1], grads[2], grads[3], grads[4], grads[5]
+) -> list[Tensor]:
+    return _gradients_like(hidden, gate_up_proj, down_proj, top_k_weights, mask)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::moe_experts_backward_into", lib=LIB)
+def _experts_backward_into_fake(
+    d_rows: Tensor,
+    hidden: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_weights: Tensor,
+    offsets: Tensor,
+    row_slot: Tensor,
+    slot_row: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    pre_act: Tensor,
+    activation: str,
+    limit: float,
+    interleaved: bool,
+    save: str,
+    combine: bool,
+    mask: list[bool],
+    gate_up_main_grad: Tensor | None,
+    down_main_grad: Tensor | None,
+    backend: str,
+) -> list[Tensor]:
+    own = [mask[0], mask[1] and gate_up_main_grad is None, mask[2] and down_main_grad is None, *mask[3:]]
+    return _gradients_like(hidden, gate_up_proj, down_proj, top_k_weights, own)
+
+
+def _gradients_like(
+    hidden: Tensor, gate_up: Tensor, down: Tensor, top_k_weights: Tensor, mask: list[bool]
+) -> list[Tensor]:
+    """Empty gradients; those of weights in the order in which the weights are stored."""
+    biases = [hidden.new_empty(weight.shape[:2]) for weight in (gate_up, down)]
+    found = [
+        hidden.new_empty(hidden.shape), *map(torch.empty_like, (gate_up, down)),
+        top_k_weights.new_empty(top_k_weights.shape), *biases,
+    ]  # fmt: skip
+    return [t if wanted else t.new_empty(0) for t, wanted in zip(found, mask, strict=True)]
 
 
 @torch.library.register_fake(f"{NAMESPACE}::moe_dispatch", lib=LIB)
@@ -262,20 +333,31 @@ def _experts_context(ctx, inputs, keyword_only_inputs, output) -> None:  # type:
     # Else autograd makes zeros of its size, as the upstream gradient of what nobody differentiates.
     ctx.set_materialize_grads(False)
     # torch leaves out trailing arguments that have their default.
-    ctx.save_for_backward(*inputs, *(None,) * (9 - len(inputs)), pre_act)
+    inputs = (*inputs, *(None,) * (11 - len(inputs)))
+    # Not saved: other backwards add to the main gradients before this one, and autograd would call that a mistake.
+    ctx.main_grads = inputs[9:]
+    ctx.save_for_backward(*inputs[:9], pre_act)
     ctx.options = keyword_only_inputs
 
 
 def _experts_autograd(ctx, d_rows, _):  # type: ignore[no-untyped-def]
-    if d_rows is None:
-        return (None,) * len(ctx.needs_input_grad)
     options, count = ctx.options, len(ctx.needs_input_grad)
-    needs = (*ctx.needs_input_grad, *(False,) * (9 - count))
-    mask = [*needs[:4], *needs[7:]]
+    if d_rows is None:
+        return (None,) * count
+    needs = (*ctx.needs_input_grad, *(False,) * (11 - count))
+    mask = [*needs[:4], *needs[7:9]]
     settings = [options[name] for name in ("activation", "limit", "interleaved", "save", "combine")]
-    grads = torch.ops.fusedce.moe_experts_backward(d_rows, *ctx.saved_tensors, *settings, mask, options["backend"])
-    given = given_away(grads, mask)
-    return (*given[:4], None, None, None, *given[4:])[:count]
+    arguments = (d_rows, *ctx.saved_tensors, *settings, mask)
+    own = list(mask)
+    if ctx.main_grads == (None, None):
+        grads = torch.ops.fusedce.moe_experts_backward(*arguments, options["backend"])
+    else:
+        if torch.is_grad_enabled():
+            _no_double_backward(ctx)
+        grads = torch.ops.fusedce.moe_experts_backward_into(*arguments, *ctx.main_grads, options["backend"])
+        own[1:3] = [wanted and main is None for wanted, main in zip(mask[1:3], ctx.main_grads, strict=True)]
+    given = given_away(grads, own)
+    return (*given[:4], None, None, None, *given[4:], None, None)[:count]
 
 
 def _plan_context(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]

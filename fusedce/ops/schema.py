@@ -156,13 +156,15 @@ LIB.define(
     "moe_plan_chunks(Tensor top_k_index, int num_experts, int num_chunks, *, str backend='auto') "
     "-> (Tensor offsets, Tensor row_slot, Tensor slot_row)"
 )
-# hidden (N,D), gate_up_proj (E,2F,D), down_proj (E,D,F), top_k_weights (N,K), gate_up_bias (E,2F), down_bias (E,D)
+# hidden (N,D), gate_up_proj (E,2F,D), down_proj (E,D,F), top_k_weights (N,K), gate_up_bias (E,2F), down_bias (E,D);
+# main gradients, fp32, like the weights: what the backward adds to, not read here
 # -> rows (R,D), each already times its routing weight, or (N,D), their sums, with combine; pre_act (R,2F), kept for the
 #    backward, or (0,2F) with save "plan"
 LIB.define(
     "moe_experts(Tensor hidden, Tensor gate_up_proj, Tensor down_proj, Tensor top_k_weights, Tensor offsets, "
-    "Tensor row_slot, Tensor slot_row, Tensor? gate_up_bias=None, Tensor? down_bias=None, *, str activation='swiglu', "
-    "float limit=7.0, bool interleaved=False, str save='pre_activation', bool combine=False, str backend='auto') "
+    "Tensor row_slot, Tensor slot_row, Tensor? gate_up_bias=None, Tensor? down_bias=None, "
+    "Tensor? gate_up_main_grad=None, Tensor? down_main_grad=None, *, str activation='swiglu', float limit=7.0, "
+    "bool interleaved=False, str save='pre_activation', bool combine=False, str backend='auto') "
     "-> (Tensor rows, Tensor pre_act)"
 )
 # -> d_hidden (N,D), d_gate_up_proj, d_down_proj, d_top_k_weights (N,K), d_gate_up_bias, d_down_bias
@@ -170,6 +172,15 @@ LIB.define(
     "moe_experts_backward(Tensor d_rows, Tensor hidden, Tensor gate_up_proj, Tensor down_proj, Tensor top_k_weights, "
     "Tensor offsets, Tensor row_slot, Tensor slot_row, Tensor? gate_up_bias, Tensor? down_bias, Tensor pre_act, "
     "str activation, float limit, bool interleaved, str save, bool combine, bool[6] mask, str backend) "
+    "-> (Tensor d_hidden, Tensor d_gate_up_proj, Tensor d_down_proj, Tensor d_top_k_weights, Tensor d_gate_up_bias, "
+    "Tensor d_down_bias)"
+)
+# The same, but the gradient of a weight whose main gradient is given, fp32, is added there and has no elements here.
+LIB.define(
+    "moe_experts_backward_into(Tensor d_rows, Tensor hidden, Tensor gate_up_proj, Tensor down_proj, "
+    "Tensor top_k_weights, Tensor offsets, Tensor row_slot, Tensor slot_row, Tensor? gate_up_bias, Tensor? down_bias, "
+    "Tensor pre_act, str activation, float limit, bool interleaved, str save, bool combine, bool[6] mask, "
+    "Tensor(a!)? gate_up_main_grad, Tensor(b!)? down_main_grad, str backend) "
     "-> (Tensor d_hidden, Tensor d_gate_up_proj, Tensor d_down_proj, Tensor d_top_k_weights, Tensor d_gate_up_bias, "
     "Tensor d_down_bias)"
 )

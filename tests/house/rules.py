@@ -9,7 +9,7 @@ EVERYTHING = ("*",)
 # The first two implement an op of ops/schema.py, whose arguments are what they are; the others are its front doors.
 OP_FUNCTIONS = frozenset({
     "linear_logprob", "linear_logprob_backward", "moe_experts_backward", "linear_cross_entropy", "linear_policy_loss",
-    "vocab_parallel_cross_entropy", "linear_cross_entropy_heads",
+    "vocab_parallel_cross_entropy", "linear_cross_entropy_heads", "moe_experts", "moe_experts_backward_into",
 })  # fmt: skip
 THIS_FILE = ("tests/house/rules.py",)
 

@@ -8,6 +8,7 @@ from tests.test_moe_options import (  # noqa: F401
     test_fullgraph_compile_is_bitwise_eager,
     test_nothing_but_the_arguments_is_kept_with_the_plan_alone,
     test_opcheck,
+    test_sizes_of_several_tiles,
     test_sizes_that_divide_by_nothing,
     test_values_and_every_gradient,
     test_weights_stored_the_other_way_round,

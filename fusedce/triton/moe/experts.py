@@ -1,6 +1,5 @@
 """The experts: the order of the grouped GEMMs, forward and backward. Each lives in its own file."""
 
-import torch
 from torch import Tensor
 
 from fusedce.options import ExpertOptions
@@ -14,6 +13,9 @@ from fusedce.triton.moe.run import Run
 from fusedce.triton.moe.slot_grad import slot_grad
 from fusedce.triton.moe.tile_table import row_tiles
 from fusedce.triton.moe.weight_grad import weight_grad
+
+# Of hidden, gate_up_proj, down_proj, top_k_weights, gate_up_bias and down_bias.
+ExpertGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def moe_experts(
@@ -57,7 +59,29 @@ def moe_experts_backward(
     pre_act: Tensor,
     settings: ExpertOptions,
     mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> ExpertGradients:
+    """`moe_experts_backward_into` with no main gradients."""
+    plan = (offsets, row_slot, slot_row)
+    tensors = (d_rows, hidden, gate_up_proj, down_proj, top_k_weights, *plan, gate_up_bias, down_bias, pre_act)
+    return moe_experts_backward_into(*tensors, settings, mask, (None, None))
+
+
+def moe_experts_backward_into(
+    d_rows: Tensor,
+    hidden: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_weights: Tensor,
+    offsets: Tensor,
+    row_slot: Tensor,
+    slot_row: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    pre_act: Tensor,
+    settings: ExpertOptions,
+    mask: list[bool],
+    main_grads: tuple[Tensor | None, Tensor | None],
+) -> ExpertGradients:
     """The gradients of hidden, gate_up_proj, down_proj, top_k_weights and the two biases. See `fusedce.eager.moe`."""
     want_hidden, want_gate_up, want_down, want_weights, want_gate_up_bias, want_down_bias = mask
     run = Run.of(hidden, row_slot.shape[0], down_proj.shape[0])
@@ -82,7 +106,7 @@ def moe_experts_backward(
     )
     del pre_act
     if want_down:
-        d_down = weight_grad(d_out, grad, tiles, run, torch.empty_like(down_proj, memory_format=torch.contiguous_format))
+        d_down = weight_grad(d_out, grad, tiles, run, down_proj, main_grads[1])
     if want_down_bias:
         d_down_bias = bias_grad(d_out, tiles, weights)
     del d_out, grad
@@ -92,8 +116,7 @@ def moe_experts_backward(
         d_gate_up_bias = bias_grad(d_pre_act, tiles)
     if want_gate_up:
         rows = pad_rows(hidden, tiles, by_token=True)
-        out = torch.empty_like(gate_up_proj, memory_format=torch.contiguous_format)
-        d_gate_up = weight_grad(d_pre_act, rows, tiles, run, out)
+        d_gate_up = weight_grad(d_pre_act, rows, tiles, run, gate_up_proj, main_grads[0])
     if want_weights:
         d_weights = slot_grad(partial, slot_row.contiguous(), top_k_weights.dtype)
     return d_hidden, d_gate_up, d_down, d_weights, d_gate_up_bias, d_down_bias

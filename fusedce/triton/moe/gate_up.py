@@ -1,7 +1,5 @@
 """The first grouped GEMM: an expert's rows times its gate and up projections, the activation in the epilogue."""
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -72,8 +70,9 @@ def gate_up_fwd_kernel(
             K_CONTIGUOUS, not INTERLEAVED, EVEN_K, DESCRIPTORS, BLOCK_R, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if HAS_BIAS:
-            bias_ptrs = bias_ptr + expert.to(tl.int64) * (2 * ffn) + offs_w
-            both += tl.load(bias_ptrs, mask=offs_w < tl.where(expert < num_experts, 2 * ffn, 0), other=0.0).to(tl.float32)[None, :]
+            mask_b = offs_w < tl.where(expert < num_experts, 2 * ffn, 0)
+            bias = tl.load(bias_ptr + expert.to(tl.int64) * (2 * ffn) + offs_w, mask=mask_b, other=0.0)
+            both += bias.to(tl.float32)[None, :]
         if INTERLEAVED:
             gate, up = both.reshape(BLOCK_R, BLOCK_F, 2).split()
         else:
@@ -159,8 +158,7 @@ def gate_up(
     weight = ExpertWeight.of(gate_up_proj, halves=not settings.interleaved)
     act = tiles.padded(left, ffn)
     pre_act = left.new_empty((tiles.num_rows if keep else 0, 2 * ffn))
-    tile = run.tile(STAGE, STAGE_FEW)
-    tile = replace(tile, tma=tile.tma and weight.describable() and describable(left) and describable(act))
+    tile = run.tile(STAGE, STAGE_FEW, weight.describable() and describable(left) and describable(act))
     if tiles.num_rows:
         with torch.cuda.device_of(left):
             KERNEL[run.grid(tiles, ffn, tile, tile.block_n // 2)](

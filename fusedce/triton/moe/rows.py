@@ -1,7 +1,5 @@
 """The grouped GEMM from padded rows to rows: the down projection forward, and d_hidden's rows backward."""
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -65,8 +63,9 @@ def rows_fwd_kernel(
             K_CONTIGUOUS, False, EVEN_K, DESCRIPTORS, BLOCK_R, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if HAS_BIAS:
-            bias_ptrs = bias_ptr + expert.to(tl.int64) * width + offs_w
-            acc += tl.load(bias_ptrs, mask=offs_w < tl.where(expert < num_experts, width, 0), other=0.0).to(tl.float32)[None, :]
+            mask_b = offs_w < tl.where(expert < num_experts, width, 0)
+            bias = tl.load(bias_ptr + expert.to(tl.int64) * width + offs_w, mask=mask_b, other=0.0)
+            acc += bias.to(tl.float32)[None, :]
         start = tl.load(table_ptr + num_tiles + tile_r)
         offs_r = tl.arange(0, BLOCK_R)
         mask_r = start + offs_r < tl.load(table_ptr + 2 * num_tiles + tile_r)
@@ -142,9 +141,8 @@ def expert_rows(
     depth, width = left.shape[1], weight.shape[1]
     reader = ExpertWeight.of(weight)
     out = tiles.padded(left, width) if padded else left.new_empty((tiles.num_rows, width))
-    tile = run.tile(STAGE, STAGE_FEW)
-    can = reader.describable() and describable(left) and (not padded or describable(out))
-    tile = replace(tile, tma=tile.tma and can)
+    by_tma = reader.describable() and describable(left) and (not padded or describable(out))
+    tile = run.tile(STAGE, STAGE_FEW, by_tma)
     if tiles.num_rows:
         with torch.cuda.device_of(left):
             KERNEL[run.grid(tiles, width, tile, tile.block_n)](

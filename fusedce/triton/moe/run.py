@@ -34,9 +34,9 @@ class Run:
         """Rows of a tile, the same in every stage."""
         return self.tile("moe_gate_up", "moe_gate_up_few").block_m
 
-    def tile(self, stage: str, stage_few: str) -> GemmTile:
-        """A stage's tile."""
-        return tile_for(stage_few if self.few else stage, self.machine, self.itemsize)
+    def tile(self, stage: str, stage_few: str, by_tma: bool = True) -> GemmTile:
+        """A stage's tile. by_tma: whether descriptors reach its operands."""
+        return tile_for(stage_few if self.few else stage, self.machine, self.itemsize, by_tma)
 
     def grid(self, tiles: RowTiles, width: int, tile: GemmTile, block: int) -> tuple[int]:
         """Programs for `width` columns, `block` of them a tile: as many as the worst split of the rows needs."""

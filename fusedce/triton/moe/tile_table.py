@@ -86,8 +86,8 @@ def constexprs(tile: GemmTile | None = None, *, block_r: int = 128, num_experts:
 class RowTiles:
     """The tiles of one plan. table (3, num_tiles) and first (E + 2,) int32: see the kernel.
 
-    slot_padded (N,K) int32: slot_row with padded rows. num_tiles: as many as the worst split of the rows could need; how
-    many there are is first[E + 1].
+    slot_padded (N,K) int32: slot_row with padded rows. num_tiles: as many as the worst split of the rows could need;
+    how many there are is first[E + 1].
     """
 
     table: Tensor

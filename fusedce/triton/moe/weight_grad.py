@@ -1,7 +1,5 @@
 """The grouped GEMM of the weight gradients: each expert's rows are summed over, in order, in fp32."""
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -37,8 +35,8 @@ def weight_bwd_kernel(
     BLOCK_R: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """One program owns a BLOCK_M × BLOCK_N tile of one expert's out = Σ_r left[r, :]ᵀ · right[r, :] and walks its padded
-    rows. ADD: out += it. STORES: out is a descriptor too.
+    """One program owns a BLOCK_M × BLOCK_N tile of one expert's out = Σ_r left[r, :]ᵀ · right[r, :] and walks its
+    padded rows. ADD: out += it. STORES: out is a descriptor too.
 
     Reads both operands from L2, writes the tile once, 0 for an expert without rows. Row and expert offsets are int64.
     """
@@ -91,7 +89,7 @@ def signature(dtype: str, tile: GemmTile, add: bool = False) -> dict[str, str]:
     sizes = ("height", "width", "left_stride", "right_stride", "out_stride_e", "out_stride")
     return {
         **(by_tma if tile.tma else by_pointer),
-        **({"out": f"*{dtype}"} if add else {}),
+        **({"out": "*fp32"} if add else {}),
         **dict.fromkeys(("offsets_ptr", "first_ptr"), "*i32"),
         **dict.fromkeys(sizes, "i32"),
         **dict.fromkeys(constexprs(tile), "constexpr"),
@@ -113,19 +111,29 @@ def constexprs(tile: GemmTile, add: bool = True, *, stores: int = 1, tile_r: int
 
 
 def weight_grad(
-    left: Tensor, right: Tensor, tiles: RowTiles, run: Run, out: Tensor, *, add: bool = False
+    left: Tensor, right: Tensor, tiles: RowTiles, run: Run, weight: Tensor, main_grad: Tensor | None = None
 ) -> Tensor:
-    """Fill out (E,M,X) with Σ over each expert's padded rows r of left[r] (M) ⊗ right[r] (X), or add that; returned.
+    """The gradient (E,M,X) of `weight`: Σ over each expert's padded rows r of left[r] (M) ⊗ right[r] (X).
 
-    out: in left's dtype or fp32, one of the last two dimensions dense.
+    In the order in which the weight is stored. With main_grad, fp32, it is added there, and the result has no elements.
     """
+    if main_grad is not None:
+        _launch(left, right, tiles, run, main_grad, add=True)
+        return weight.new_empty(0)
+    out = torch.empty_like(weight)
+    if 1 in out.stride()[1:]:
+        return _launch(left, right, tiles, run, out, add=False)
+    return out.copy_(_launch(left, right, tiles, run, weight.new_empty(weight.shape), add=False))
+
+
+def _launch(left: Tensor, right: Tensor, tiles: RowTiles, run: Run, out: Tensor, *, add: bool) -> Tensor:
+    """Fill out (E,M,X), one of the last two dimensions dense, or add to it."""
     if out.stride(2) != 1:
-        weight_grad(right, left, tiles, run, out.mT, add=add)
+        _launch(right, left, tiles, run, out.mT, add=add)
         return out
     num_experts, height, width = out.shape
-    tile = run.tile(STAGE, STAGE_FEW)
-    tile = replace(tile, tma=tile.tma and describable(left) and describable(right))
-    stores = tile.tma and out.dtype == left.dtype and not add and describable(out)
+    tile = run.tile(STAGE, STAGE_FEW, describable(left) and describable(right))
+    stores = tile.tma and not add and describable(out)
     grid = (num_experts * triton.cdiv(height, tile.block_m) * triton.cdiv(width, tile.block_n),)
     with torch.cuda.device_of(left):
         KERNEL[grid](

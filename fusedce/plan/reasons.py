@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+from fusedce import env
 from fusedce.plan.layout import Job, Layout, refuse
-from fusedce.plan.memory import LOSS_CHUNK, peak
+from fusedce.plan.memory import peak
 from fusedce.plan.recipe import Answer, best_of, expert_parallel
 from fusedce.plan.seconds import link_rate, rows_sent
 
@@ -128,8 +129,11 @@ def _data(answer: Answer) -> Reason:
 
 
 def _loss(job: Job, layout: Layout) -> Reason:
-    rows = max(LOSS_CHUNK // (2 * job.model.vocab) // 128, 1) * 128
+    workspace = env.workspace_bytes(2 * job.model.head_params)
+    rows = max(workspace // (2 * job.model.vocab) // 128, 1) * 128
     tokens = layout.local_tokens(job)
     logits = 2 * tokens * job.model.vocab / GB
     value = f"{min(rows, tokens):,} rows a chunk"
-    return Reason("linear CE", value, "FUSEDCE_WORKSPACE_MB, 768 MiB", f"the logits would be {logits:.1f} GB")
+    return Reason(
+        "linear CE", value, f"FUSEDCE_WORKSPACE_MB, {workspace >> 20} MiB", f"the logits would be {logits:.1f} GB"
+    )

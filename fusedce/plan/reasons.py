@@ -24,16 +24,20 @@ class Reason:
 def reasons(answer: Answer) -> list[Reason]:
     """All dimensions, in the order of the recipe."""
     job, layout = answer.job, answer.layout
-    found = [_experts(job, layout), _context(answer), _recompute(answer), _chunks(answer)]
+    found = [_experts(answer), _context(answer), _recompute(answer), _chunks(answer)]
     return [*found, _tensor(job, layout), _pipeline(job, layout), _data(answer), _loss(job, layout)]
 
 
-def _experts(job: Job, layout: Layout) -> Reason:
+def _experts(answer: Answer) -> Reason:
+    job, layout, simplest = answer.job, answer.layout, answer.simplest
     if not job.model.experts:
         return Reason("EP", "1", "no experts", "")
     preferred, local = expert_parallel(job, layout.pp, layout.tp), job.model.experts // layout.ep
     if layout.ep > preferred:
-        why = f"speed or memory: EP {preferred}, within the node, is slower or does not fit"
+        why = f"memory: EP {preferred} fits with no CP"
+        if simplest.layout.ep == preferred:
+            slower = simplest.step.total / answer.best.step.total - 1
+            why = f"speed: EP {preferred} with CP {simplest.layout.cp} is {slower:.0%} slower"
     elif layout.ep == job.gpu.per_node // layout.tp:
         why = f"the node: {job.gpu.per_node} cards on {job.gpu.link / GB:.0f} GB/s links"
     elif local <= 2:

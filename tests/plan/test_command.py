@@ -85,6 +85,13 @@ def test_exit_codes(arguments: list[str], code: int, message: str, capsys) -> No
     assert message in error and error.count("\n") == 1 and error.startswith("fusedce plan: ")
 
 
+def test_a_library_of_the_extra_that_is_missing_is_named(capsys, monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "fusedce.plan.command")
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert cli.main(["plan"]) == 1
+    assert capsys.readouterr().err == "fusedce plan needs tyro: pip install 'fusedce[train]'\n"
+
+
 def test_picture(tmp_path: Path, capsys) -> None:
     assert cli.main(["plan", "--gpus", "32", "--png", str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -98,6 +98,15 @@ def test_a_dense_model_is_planned_too() -> None:
     assert "experts" not in answer.best.step.parts and "exchange" not in answer.best.step.parts
 
 
+def test_more_experts_parallel_than_the_node_has_a_reason() -> None:
+    asked = job("deepseek-v3-like", "h100", 256)
+    answer = solve(asked)
+    assert answer.layout.ep > 8
+    (reason,) = [reason for reason in reasons(answer) if reason.dim == "EP"]
+    assert reason.value == str(answer.layout.ep)
+    assert reason.bound_by.startswith("speed: EP 8 with CP") == (answer.simplest.layout.ep == 8)
+
+
 def test_what_cannot_fit_says_by_how_much() -> None:
     with pytest.raises(NothingFitsError, match=r"smallest peak is \d+\.\d GB a card, and H100 SXM has 80 GB"):
         solve(job("deepseek-v3-like", gpus=8))

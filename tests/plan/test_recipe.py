@@ -39,7 +39,7 @@ def test_the_answer_fits_and_can_run(model: str, gpu: str, gpus: int) -> None:
 
 def test_one_layer_less_recomputed_would_not_fit() -> None:
     answer = solve(job())
-    layout = answer.layout
+    layout = answer.simplest.layout
     assert 0 < layout.recomputed < 48
     fewer = replace(layout, recomputed=layout.recomputed - 1)
     assert peak(answer.job, fewer).total > answer.job.gpu.memory

@@ -99,7 +99,8 @@ def test_picture(tmp_path: Path, capsys) -> None:
 
 def test_launch_on_one_card_is_a_run_of_the_trainer(small: str) -> None:
     answer = solve(job_of(PlanConfig(small, gpus=1, seq_len=512, tokens_per_step=4096)))
-    (line,) = launch.commands(answer)
+    line, *remarks = launch.commands(answer)
+    assert all(remark.startswith("#") for remark in remarks)
     words = shlex.split(line)
     assert words[:3] == ["fusedce", "train", "sft"]
     config = parse(words[2:])

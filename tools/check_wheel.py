@@ -42,8 +42,9 @@ def main() -> None:
         folder = Path(name)
         wheel = build(folder)
         names = zipfile.ZipFile(wheel).namelist()
-        if "fusedce/py.typed" not in names or any(n.split("/")[0] in ("tests", "bench", "tools") for n in names):
-            stop(f"{wheel.name} lacks py.typed, or holds what is not the package's")
+        data = {"fusedce/py.typed", "fusedce/plan/measured.csv"}
+        if not data.issubset(names) or any(n.split("/")[0] in ("tests", "bench", "tools") for n in names):
+            stop(f"{wheel.name} lacks one of {', '.join(sorted(data))}, or holds what is not the package's")
         venv = folder / "venv"
         create(sys.executable, venv)
         python = str(venv / "bin" / "python")

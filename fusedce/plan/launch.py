@@ -12,7 +12,11 @@ def commands(answer: Answer) -> list[str]:
     """Lines for a shell, comments among them."""
     job, layout = answer.job, answer.layout
     if layout.world == 1 and trainable(job):
-        return [f"fusedce train sft {train_flags(job, layout)}"]
+        return [
+            f"fusedce train sft {train_flags(job, layout)}",
+            "# in one process it gathers nothing, but keeps its stream in fp32 and bf16 copies of weights (autocast):",
+            "# long sequences take more than this plan says",
+        ]
     nodes, per_node = _nodes(job, layout)
     shape = ", ".join(str(getattr(layout, dim)) for dim in MESH)
     where = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"

@@ -8,14 +8,13 @@ against torch's own tracker.
 import math
 from dataclasses import dataclass
 
+from fusedce import env
 from fusedce.plan.layout import Job, Layout
 from fusedce.plan.models import Model
 from fusedce.plan.widths import Widths, widths
 
 BF16 = 2
 FP32 = 4
-# FUSEDCE_WORKSPACE_MB: what a chunk of the loss may take of tokens × vocabulary.
-LOSS_CHUNK = 768 << 20
 # Parts that a tracker of tensors does not see: they live inside the ops, or outside torch.
 HIDDEN_PARTS = ("inside kernels", "reserve")
 
@@ -129,7 +128,7 @@ def _loss(job: Job, layout: Layout, weights: Weights) -> list[tuple[str, Parts]]
     """
     tokens, hidden = layout.local_tokens(job), job.model.hidden / layout.tp
     rows = BF16 * tokens * hidden
-    chunk = min(LOSS_CHUNK, BF16 * tokens * weights.head / hidden)
+    chunk = min(env.workspace_bytes(round(BF16 * weights.head)), BF16 * tokens * weights.head / hidden)
     inside = max(FP32 * weights.head + chunk - BF16 * weights.head, FP32 * weights.head)
     head = BF16 * weights.head
     return [
@@ -165,7 +164,7 @@ def _layers(job: Job, layout: Layout, weights: Weights, wide: Widths) -> list[tu
             "gathered weights": gathered,
             "whole gradients": BF16 * weights.experts,
             "leaving gradients": reduce * reduced,
-            "inside kernels": wide.moe_inside * tokens,
+            "inside kernels": wide.moe_inside * (tokens + _padding(job, layout)),
         }
         again = {
             "layer activations": (wide.attention_forward - gone) * tokens + all_kv,
@@ -188,6 +187,13 @@ def _layers(job: Job, layout: Layout, weights: Weights, wide: Widths) -> list[tu
             two = {"whole gradients": 2 * BF16 * weights.experts}
             found.append((f"experts backward, second chunk, {name}", experts | two | leaving))
     return found
+
+
+def _padding(job: Job, layout: Layout) -> float:
+    """Tokens whose rows would fill up each expert's rows of a chunk to a multiple of 128, at most."""
+    if not job.model.moe_layers:
+        return 0.0
+    return 127 * job.model.experts / layout.ep * layout.chunks / job.model.top_k
 
 
 def _embedding(job: Job, weights: Weights) -> list[tuple[str, Parts]]:

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+from fusedce import env
 from fusedce.plan.layout import Job, Layout, refuse
-from fusedce.plan.memory import LOSS_CHUNK, peak
+from fusedce.plan.memory import peak
 from fusedce.plan.recipe import Answer, best_of, expert_parallel
 from fusedce.plan.seconds import link_rate, rows_sent
 
@@ -23,16 +24,20 @@ class Reason:
 def reasons(answer: Answer) -> list[Reason]:
     """All dimensions, in the order of the recipe."""
     job, layout = answer.job, answer.layout
-    found = [_experts(job, layout), _context(answer), _recompute(answer), _chunks(answer)]
+    found = [_experts(answer), _context(answer), _recompute(answer), _chunks(answer)]
     return [*found, _tensor(job, layout), _pipeline(job, layout), _data(answer), _loss(job, layout)]
 
 
-def _experts(job: Job, layout: Layout) -> Reason:
+def _experts(answer: Answer) -> Reason:
+    job, layout, simplest = answer.job, answer.layout, answer.simplest
     if not job.model.experts:
         return Reason("EP", "1", "no experts", "")
     preferred, local = expert_parallel(job, layout.pp, layout.tp), job.model.experts // layout.ep
     if layout.ep > preferred:
-        why = f"speed or memory: EP {preferred}, within the node, is slower or does not fit"
+        why = f"memory: EP {preferred} fits with no CP"
+        if simplest.layout.ep == preferred:
+            slower = simplest.step.total / answer.best.step.total - 1
+            why = f"speed: EP {preferred} with CP {simplest.layout.cp} is {slower:.0%} slower"
     elif layout.ep == job.gpu.per_node // layout.tp:
         why = f"the node: {job.gpu.per_node} cards on {job.gpu.link / GB:.0f} GB/s links"
     elif local <= 2:
@@ -128,8 +133,11 @@ def _data(answer: Answer) -> Reason:
 
 
 def _loss(job: Job, layout: Layout) -> Reason:
-    rows = max(LOSS_CHUNK // (2 * job.model.vocab) // 128, 1) * 128
+    workspace = env.workspace_bytes(2 * job.model.head_params)
+    rows = max(workspace // (2 * job.model.vocab) // 128, 1) * 128
     tokens = layout.local_tokens(job)
     logits = 2 * tokens * job.model.vocab / GB
     value = f"{min(rows, tokens):,} rows a chunk"
-    return Reason("linear CE", value, "FUSEDCE_WORKSPACE_MB, 768 MiB", f"the logits would be {logits:.1f} GB")
+    return Reason(
+        "linear CE", value, f"FUSEDCE_WORKSPACE_MB, {workspace >> 20} MiB", f"the logits would be {logits:.1f} GB"
+    )

@@ -85,6 +85,13 @@ def test_exit_codes(arguments: list[str], code: int, message: str, capsys) -> No
     assert message in error and error.count("\n") == 1 and error.startswith("fusedce plan: ")
 
 
+def test_a_library_of_the_extra_that_is_missing_is_named(capsys, monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "fusedce.plan.command")
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert cli.main(["plan"]) == 1
+    assert capsys.readouterr().err == "fusedce plan needs tyro: pip install 'fusedce[train]'\n"
+
+
 def test_picture(tmp_path: Path, capsys) -> None:
     assert cli.main(["plan", "--gpus", "32", "--png", str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -92,7 +99,8 @@ def test_picture(tmp_path: Path, capsys) -> None:
 
 def test_launch_on_one_card_is_a_run_of_the_trainer(small: str) -> None:
     answer = solve(job_of(PlanConfig(small, gpus=1, seq_len=512, tokens_per_step=4096)))
-    (line,) = launch.commands(answer)
+    line, *remarks = launch.commands(answer)
+    assert all(remark.startswith("#") for remark in remarks)
     words = shlex.split(line)
     assert words[:3] == ["fusedce", "train", "sft"]
     config = parse(words[2:])

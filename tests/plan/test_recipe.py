@@ -39,7 +39,7 @@ def test_the_answer_fits_and_can_run(model: str, gpu: str, gpus: int) -> None:
 
 def test_one_layer_less_recomputed_would_not_fit() -> None:
     answer = solve(job())
-    layout = answer.layout
+    layout = answer.simplest.layout
     assert 0 < layout.recomputed < 48
     fewer = replace(layout, recomputed=layout.recomputed - 1)
     assert peak(answer.job, fewer).total > answer.job.gpu.memory
@@ -96,6 +96,15 @@ def test_a_dense_model_is_planned_too() -> None:
     assert (answer.layout.ep, answer.layout.chunks) == (1, 1)
     assert [reason.value for reason in reasons(answer) if reason.bound_by == "no experts"] == ["1", "1"]
     assert "experts" not in answer.best.step.parts and "exchange" not in answer.best.step.parts
+
+
+def test_more_experts_parallel_than_the_node_has_a_reason() -> None:
+    asked = job("deepseek-v3-like", "h100", 256)
+    answer = solve(asked)
+    assert answer.layout.ep > 8
+    (reason,) = [reason for reason in reasons(answer) if reason.dim == "EP"]
+    assert reason.value == str(answer.layout.ep)
+    assert reason.bound_by.startswith("speed: EP 8 with CP") == (answer.simplest.layout.ep == 8)
 
 
 def test_what_cannot_fit_says_by_how_much() -> None:

@@ -184,6 +184,17 @@ def test_the_bound_holds(
         assert is_sparse and missing(grads, gold)[0] > 20 * rounding[0]
 
 
+def test_words_of_a_worked_pair_that_are_left_out_are_counted(place: Place, always: None) -> None:
+    """One tile of words, so no pair is left out: d_weight has everything, and the bound is of d_hidden's words alone."""
+    case = Sparse("policy", vocab=250)
+    gold = dense(case, "cpu", F64, False)
+    rounding = missing(dense(case, place.device, FP32, False), gold)
+    grads, (skipped, total, is_sparse, _) = sparse(case, place, 0.25, False)
+    errors = missing(grads, gold)
+    assert is_sparse == 1 and 20 * rounding[0] < errors[0] <= skipped + 2 * rounding[0]
+    assert errors[1] <= 2 * rounding[1] + 1e-6 * total * case.inputs("cpu")[0].norm(dim=1).max()
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_rounded_operands(dtype: torch.dtype, place: Place, always: None) -> None:
     case = Sparse("policy", dtype=dtype, has_bias=True)

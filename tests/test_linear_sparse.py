@@ -185,7 +185,7 @@ def test_the_bound_holds(
 
 
 def test_words_of_a_worked_pair_that_are_left_out_are_counted(place: Place, always: None) -> None:
-    """One tile of words, so no pair is left out: d_weight has everything, and the bound is of d_hidden's words alone."""
+    """One tile of words, so no pair is left out: d_weight has everything, and the bound is of d_hidden's words."""
     case = Sparse("policy", vocab=250)
     gold = dense(case, "cpu", F64, False)
     rounding = missing(dense(case, place.device, FP32, False), gold)
@@ -195,9 +195,9 @@ def test_words_of_a_worked_pair_that_are_left_out_are_counted(place: Place, alwa
     assert errors[1] <= 2 * rounding[1] + 1e-6 * total * case.inputs("cpu")[0].norm(dim=1).max()
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_rounded_operands(dtype: torch.dtype, place: Place, always: None) -> None:
-    case = Sparse("policy", dtype=dtype, has_bias=True)
+def check_rounded(case: Sparse, place: Place) -> None:
+    """The bound with operands in 16 bits, whose rounding comes on top of it."""
+    dtype = case.dtype
     gold = dense(case, "cpu", F64, False)
     rounding = missing(dense(case, place.device, dtype, False), gold)
     grads, (skipped, _, is_sparse, _) = sparse(case, place, DELTA, False)
@@ -207,6 +207,11 @@ def test_rounded_operands(dtype: torch.dtype, place: Place, always: None) -> Non
     for error, norm, other in zip(missing(grads, gold), norms, rounding, strict=True):
         # d_logits is in 16 bits on a GPU, which plain fp32 sums are not.
         assert error <= skipped * norm + 3 * other + 3 * torch.finfo(dtype).eps * norm * case.num_rows
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_rounded_operands(dtype: torch.dtype, place: Place, always: None) -> None:
+    check_rounded(Sparse("policy", dtype=dtype, has_bias=True), place)
 
 
 @pytest.mark.parametrize("kind", ["random", "peaked"])

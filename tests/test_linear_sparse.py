@@ -155,8 +155,9 @@ def missing(grads: list[Tensor], gold: list[Tensor]) -> list[float]:
     return [(e.norm(dim=1) if e.dim() > 1 else e.abs()).sum().item() for e in errors]
 
 
-@pytest.mark.parametrize("with_entropy", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "with_entropy"), [(kind, False) for kind in KINDS] + [("policy", True), ("random", True), ("ties", True)]
+)
 def test_the_bound_holds(
     kind: str, with_entropy: bool, place: Place, always: None, request: pytest.FixtureRequest
 ) -> None:
@@ -184,9 +185,20 @@ def test_the_bound_holds(
         assert is_sparse and missing(grads, gold)[0] > 20 * rounding[0]
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_rounded_operands(dtype: torch.dtype, place: Place, always: None) -> None:
-    case = Sparse("policy", dtype=dtype, has_bias=True)
+def test_words_of_a_worked_pair_that_are_left_out_are_counted(place: Place, always: None) -> None:
+    """One tile of words, so no pair is left out: d_weight has everything, and the bound is of d_hidden's words."""
+    case = Sparse("policy", vocab=250)
+    gold = dense(case, "cpu", F64, False)
+    rounding = missing(dense(case, place.device, FP32, False), gold)
+    grads, (skipped, total, is_sparse, _) = sparse(case, place, 0.25, False)
+    errors = missing(grads, gold)
+    assert is_sparse == 1 and 20 * rounding[0] < errors[0] <= skipped + 2 * rounding[0]
+    assert errors[1] <= 2 * rounding[1] + 1e-6 * total * case.inputs("cpu")[0].norm(dim=1).max()
+
+
+def check_rounded(case: Sparse, place: Place) -> None:
+    """The bound with operands in 16 bits, whose rounding comes on top of it."""
+    dtype = case.dtype
     gold = dense(case, "cpu", F64, False)
     rounding = missing(dense(case, place.device, dtype, False), gold)
     grads, (skipped, _, is_sparse, _) = sparse(case, place, DELTA, False)
@@ -196,6 +208,11 @@ def test_rounded_operands(dtype: torch.dtype, place: Place, always: None) -> Non
     for error, norm, other in zip(missing(grads, gold), norms, rounding, strict=True):
         # d_logits is in 16 bits on a GPU, which plain fp32 sums are not.
         assert error <= skipped * norm + 3 * other + 3 * torch.finfo(dtype).eps * norm * case.num_rows
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_rounded_operands(dtype: torch.dtype, place: Place, always: None) -> None:
+    check_rounded(Sparse("policy", dtype=dtype, has_bias=True), place)
 
 
 @pytest.mark.parametrize("kind", ["random", "peaked"])

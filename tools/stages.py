@@ -58,6 +58,9 @@ STAGES = (
     Stage("native", "ci", f"{PYTEST} --dist loadgroup -m '{NATIVE}'", "pybind11", parallel=True),
     Stage("integrations", "ci", "{python} tools/integrations.py", "torch", parallel=True),
     Stage("bench-linear-ce", "ci", "{python} -m bench.linear_ce --device cpu --cases smoke --rounds 2", "torch"),
+    Stage(
+        "bench-linear-sparse", "ci", "{python} -m bench.linear_sparse --device cpu --cases smoke --rounds 2", "torch"
+    ),
     Stage("bench-moe", "ci", "{python} -m bench.moe --device cpu --cases smoke_64 --rounds 2", "torch"),
     Stage("wheel", "ci", "{python} tools/check_wheel.py", "wheel"),
     Stage("demo", "ci", "{python} tools/check_demo.py", "tyro"),

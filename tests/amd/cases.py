@@ -11,11 +11,22 @@ from dataclasses import dataclass
 import torch
 
 import fusedce
-from tests import moe_cases, test_linear_argmax, test_linear_ce, test_linear_ce_loss, test_linear_logprob_of
-from tests import test_linear_parts, test_moe_experts
-from tests import test_moe_plan, test_moe_route
+from fusedce import budget
+from tests import (
+    moe_cases,
+    test_linear_argmax,
+    test_linear_ce,
+    test_linear_ce_loss,
+    test_linear_logprob_of,
+    test_linear_parts,
+    test_linear_sparse,
+    test_moe_experts,
+    test_moe_plan,
+    test_moe_route,
+)
 from tests.conftest import Place
 from tests.linear_ce_cases import Case, ours
+from tests.sparse_cases import Sparse
 from tests.test_linear_ce_loss import Loss
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -52,8 +63,22 @@ def dispatch_of(dtype: torch.dtype) -> None:
     assert torch.equal(rows, hidden[plan.row_slot.long() // 3])
 
 
+def sparse_backward(dtype: torch.dtype) -> None:
+    """The backward that leaves words out, within its bound, although so few could all be worked."""
+    share, budget.MOST_SHARE = budget.MOST_SHARE, 1.0
+    try:
+        test_linear_sparse.check_rounded(Sparse("policy", num_rows=24, dtype=dtype, has_bias=True), HERE)
+    finally:
+        budget.MOST_SHARE = share
+
+
 LINEAR = ("linear_ce.target_logit", "linear_ce.forward", "linear_ce.finish")
 SEEDED = tuple(f"linear_ce.{name}" for name in ("target_logit", "seeded", "seeded_rows", "seeded_scale", "reseed"))
+ROWS = tuple(f"linear_sparse.{name}" for name in ("live_rows", "d_hidden", "d_weight", "d_bias", "spread"))
+PAIRS = tuple(
+    f"linear_sparse.{name}"
+    for name in ("levels", "pair_count", "pair_fill", "pair_logits", "pair_hidden", "pair_weight")
+)
 EXPERTS = tuple(
     f"moe.{name}" for name in ("plan_count", "plan", "tile_table", "gate_up", "rows", "combine", "act_backward",
                                "weight_grad", "slot_grad")
@@ -65,6 +90,13 @@ def logprob(*sizes: int, **options: object) -> Run:
     case = Case(*sizes, **options)
     kernels = (*LINEAR, "linear_ce.backward")
     return Run(f"logprob-{case}", lambda: test_linear_ce.check(case, HERE, RANDOM), kernels)
+
+
+def rows_of_zero(*sizes: object, **options: object) -> Run:
+    """Every gradient where many rows have none."""
+    case = Case(*sizes, **options)
+    check = test_linear_sparse.test_gradients_with_rows_of_zero
+    return Run(f"rows-of-zero-{case}", lambda: check(case, ("random", None, None), HERE), (*LINEAR, *ROWS))
 
 
 def loss(kernels: tuple[str, ...], *sizes: object, **options: object) -> Run:
@@ -106,6 +138,9 @@ RUNS = (
     logprob(67, 301, 33, dtype=FP16, has_bias=True),
     logprob(67, 320, 48, dtype=FP32, softcap=2.0),
     Run("a-row-alone", rows_alone, LINEAR),
+    rows_of_zero(131, 301, 40, BF16, has_bias=True),
+    rows_of_zero(67, 320, 33, FP16, has_bias=True, softcap=3.0),
+    Run("words-left-out", lambda: sparse_backward(BF16), (*LINEAR, "linear_ce.tile_mass", *PAIRS)),
     loss(SEEDED, 131, 301, 72, BF16, reduction="sum"),
     loss(SEEDED, 66, 304, 64, BF16, bias=True, z_loss=0.01, row_temperature=True, softcap=4.0),
     loss(SEEDED, 66, 301, 33, BF16, class_weight=True, token_weight=True, label_smoothing=0.2),

@@ -91,13 +91,15 @@ def d_hidden_bwd_kernel(
         else:
             offs_d = first_d + tl.arange(0, BLOCK_D)
             mask_d = (offs_d < depth)[None, :]
+            offs_v = tl.arange(0, BLOCK_V)
+            a_ptrs = d_logits + offs_n[:, None] * d_logits_stride + offs_v[None, :]
+            b_ptrs = weight + offs_v[:, None] * weight_stride + offs_d[None, :]
             for start in range(0, vocab, BLOCK_V):
-                offs_v = start + tl.arange(0, BLOCK_V)
-                mask_v = offs_v < vocab
-                a_ptrs = d_logits + offs_n[:, None] * d_logits_stride + offs_v[None, :]
-                b_ptrs = weight + offs_v.to(tl.int64)[:, None] * weight_stride + offs_d[None, :]
+                mask_v = offs_v < vocab - start
                 a = tl.load(a_ptrs, mask=mask_n & mask_v[None, :], other=0.0)
                 acc = dot(a, tl.load(b_ptrs, mask=mask_v[:, None] & mask_d, other=0.0), acc)
+                a_ptrs += BLOCK_V
+                b_ptrs += BLOCK_V * weight_stride
             out_ptrs = out_ptr + offs_n[:, None] * depth + offs_d[None, :]
             if not IS_FIRST:
                 acc += tl.load(out_ptrs, mask=mask_n & mask_d, other=0.0)

@@ -11,7 +11,7 @@ from fusedce.triton.common import ROW_LAUNCH
 from fusedce.triton.linear_sparse.bounds import pair_bounds, row_weights
 
 STAGE = None
-BLOCK_N, BLOCK_T, TILES = 128, 16, 64
+BLOCK_N, BLOCK_T, TILES = 128, 8, 64
 
 
 @triton.jit

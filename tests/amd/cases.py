@@ -8,11 +8,27 @@ divide; 304, 320, 64 and 48 take the other form of the kernels, for sizes that 1
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from functools import partial
+from unittest import mock
+
 import torch
 
 import fusedce
-from tests import moe_cases, test_linear_ce, test_linear_ce_loss, test_linear_parts, test_moe_experts
-from tests import test_moe_plan, test_moe_route
+from fusedce import budget
+from tests import (
+    moe_cases,
+    test_linear_argmax,
+    test_linear_ce,
+    test_linear_ce_loss,
+    test_linear_logprob_of,
+    test_linear_parts,
+    test_linear_sparse,
+    test_moe_balance,
+    test_moe_experts,
+    test_moe_plan,
+    test_moe_route,
+    test_moe_route_choice,
+)
 from tests.conftest import Place
 from tests.linear_ce_cases import Case, ours
 from tests.test_linear_ce_loss import Loss
@@ -51,10 +67,20 @@ def dispatch_of(dtype: torch.dtype) -> None:
     assert torch.equal(rows, hidden[plan.row_slot.long() // 3])
 
 
+def sparse(check: Callable[..., None], *arguments: object) -> None:
+    """A check of the backward by pairs, which is left to small problems too."""
+    with mock.patch.object(budget, "MOST_SHARE", 1.0):
+        check(*arguments, HERE, always=None)
+
+
 LINEAR = ("linear_ce.target_logit", "linear_ce.forward", "linear_ce.finish")
 SEEDED = tuple(f"linear_ce.{name}" for name in ("target_logit", "seeded", "seeded_rows", "seeded_scale", "reseed"))
+LIVE = tuple(f"linear_sparse.{name}" for name in ("live_rows", "spread", "d_hidden", "d_weight"))
+PAIRS = ("linear_ce.tile_mass", *(
+    f"linear_sparse.{name}" for name in ("levels", "pair_count", "pair_fill", "pair_logits", "pair_hidden", "pair_weight")
+))  # fmt: skip
 EXPERTS = tuple(
-    f"moe.{name}" for name in ("plan_count", "plan", "tile_table", "gate_up", "rows", "combine", "act_backward",
+    f"moe.{name}" for name in ("plan_count", "plan", "tile_table", "pad", "gate_up", "rows", "combine", "act_backward",
                                "weight_grad", "slot_grad")
 )  # fmt: skip
 
@@ -76,6 +102,19 @@ def experts(*sizes: object, **options: object) -> Run:
     """The experts' values and every gradient."""
     case = moe_cases.Case(*sizes, **options)
     return Run(f"experts-{case}", lambda: test_moe_experts.check(case, HERE, "random"), EXPERTS)
+
+
+def live_rows(*sizes: object, **options: object) -> Run:
+    """The backward over the rows that have a gradient."""
+    case = Case(*sizes, **options)
+    run = partial(test_linear_sparse.test_gradients_with_rows_of_zero, case, RANDOM, HERE)
+    return Run(f"live-rows-{case}", run, (*LIVE, *["linear_sparse.d_bias"] * case.has_bias))
+
+
+def logprob_of(slots: int, *sizes: object, **options: object) -> Run:
+    """Log-probs of several words a row, with their gradients."""
+    case = Case(*sizes, **options)
+    return Run(f"several-words-{case}", partial(test_linear_logprob_of.check, case, slots, HERE), ("linear_ce.selected",))
 
 
 def route(sizes: tuple[int, int, int], dtype: torch.dtype, *options: object) -> Run:
@@ -101,19 +140,39 @@ RUNS = (
     Run("targets-of-no-probability", lambda: test_linear_ce_loss.test_targets_of_no_probability(BF16, HERE), SEEDED),
     Run("shards", lambda: test_linear_parts.test_shards_merge_to_the_whole((0, 64, 130, 131, 301), True, HERE),
         ("linear_ce.parts",)),
+    live_rows(37, 129, 24, dtype=BF16, has_bias=True, temperature=0.6),
+    live_rows(65, 557, 33, dtype=FP16),
+    live_rows(67, 301, 48, dtype=FP32, has_bias=True),
+    Run("pairs-fp32", partial(sparse, partial(test_linear_sparse.test_the_bound_holds, request=None), "policy", True), PAIRS),
+    *(Run(f"pairs-{dtype}", partial(sparse, test_linear_sparse.test_rounded_operands, dtype), PAIRS)
+      for dtype in (BF16, FP16)),
+    *(Run(f"argmax-{dtype}", partial(test_linear_argmax.test_no_other_word_is_larger, (130, 513, 33), dtype == BF16, dtype, HERE),
+          ("linear_ce.argmax",)) for dtype in (BF16, FP16, FP32)),
+    logprob_of(7, 24, 301, 48, dtype=BF16, has_bias=True, softcap=3.0),
+    logprob_of(40, 17, 257, 33, dtype=FP32),
     experts(65, 47, 65, 6, 2, dtype=BF16, loads="half"),
     experts(70, 64, 48, 3, 2, dtype=BF16, loads="one"),
     experts(45, 48, 33, 5, 2, dtype=FP16),
     experts(37, 24, 20, 5, 2, dtype=FP32, loads="half"),
     Run("experts-transposed", lambda: test_moe_experts.test_mo_a11_weights_and_hidden_may_be_views("transposed", HERE),
         EXPERTS),
-    Run("slots-without-a-row", lambda: test_moe_plan.test_mo_a08_mo_a16_slots_without_a_row(3, HERE),
+    Run("slots-without-a-row", partial(test_moe_plan.test_mo_a16_slots_without_a_row, 3, HERE),
         (*EXPERTS, "moe.dispatch")),
+    Run("slots-that-take-no-part", partial(test_moe_plan.test_mo_a08_slots_that_take_no_part, HERE), EXPERTS),
     *(Run(f"dispatch-{dtype}", lambda dtype=dtype: dispatch_of(dtype), ("moe.dispatch",))
       for dtype in (BF16, FP16, FP32)),
     *(Run(f"plan-{sizes}-{loads}", lambda sizes=sizes, loads=loads: test_moe_plan.test_plan(sizes, loads, HERE),
           ("moe.plan_count", "moe.plan"))
       for sizes, loads in (((129, 1, 5), "random"), ((77, 8, 40), "half"), ((50, 4, 130), "one"))),
+    Run("plan-in-chunks", partial(test_moe_plan.test_chunks_are_the_plans_of_their_tokens, (130, 3, 12, 2), HERE),
+        ("moe.plan_count", "moe.plan")),
+    Run("route-by-groups", partial(test_moe_route_choice.test_choice_weights_and_gradient, test_moe_route_choice.CHOICES[0], HERE),
+        ("moe.route", "moe.route_backward")),
+    Run("replay", partial(test_moe_route_choice.test_replay_of_ids_from_elsewhere, "softmax", True, BF16, HERE),
+        ("moe.replay",)),
+    *(Run(f"balance-{dtype}-{score}", partial(test_moe_balance.test_sums_and_gradient, (2, 33, 40, 5, dtype), score, mask, HERE),
+          ("moe.balance", "moe.balance_backward"))
+      for dtype, score, mask in ((BF16, "softmax", "weights"), (FP32, "sigmoid", "bool"))),
     *(route(sizes, dtype, score, renormalize)
       for dtype, sizes, score, renormalize in (
           (BF16, (65, 128, 8), "softmax", True), (FP16, (33, 33, 5), "sigmoid", True), (FP32, (5, 257, 8), "softmax", False),

@@ -279,6 +279,9 @@ def test_operands_with_signs_and_constants() -> None:
     ):  # fmt: skip
         execute(text, w)
         assert w.f[0][0, 0] == np.float32(expected) and np.signbit(w.f[0][0, 0]) == np.signbit(expected), text
+    w.v[1][...] = 0x7777C100  # −2.5 in fp16
+    execute("v_cvt_f32_f16_e64 v0, |v1|", w)
+    assert (w.f[0] == 2.5).all()
     w.v[1][...] = 7
     execute("v_sub_u32_e64 v0, 3, v1 clamp", w)
     assert not w.v[0].any()

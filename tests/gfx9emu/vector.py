@@ -56,6 +56,7 @@ def source(ins: Instruction, number: int, kind: str, moved: Moved | None = None)
     text, selected = ins.args[number + 1], ins.take(f"src{number}_sel", "DWORD")
     if moved is None and selected == "DWORD" and kind != "h":
         return {"w": words, "f": floats, "q": pairs}[kind](text)
+    text, negated, magnitude = signs(text) if kind == "h" else (text, False, False)
     read = words(text) if kind != "f" else _bits(floats(text))
     if moved is not None:
         read = moved.reads(read)
@@ -64,7 +65,8 @@ def source(ins: Instruction, number: int, kind: str, moved: Moved | None = None)
     if kind == "f":
         return lambda w: read(w).view(F32)
     if kind == "h":
-        return lambda w: (read(w) & HALF).astype(U16).view(F16)
+        keep, flip = U16(0x7FFF if magnitude else 0xFFFF), U16(0x8000 if negated else 0)
+        return lambda w: ((read(w).astype(U16) & keep) ^ flip).view(F16)
     return read
 
 

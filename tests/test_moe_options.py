@@ -121,9 +121,7 @@ def test_opcheck(options: Options, needs_grad: bool, place: Place) -> None:
     plan = fusedce.moe_plan(index, 4, backend=place.backend)
     hidden, gate_up, down, weights, *biases = [t.requires_grad_(needs_grad) for t in tensors]
     arguments = (hidden, gate_up, down, weights, plan.offsets, plan.row_slot, plan.slot_row, *biases)
-    opcheck(
-        torch.ops.fusedce.moe_experts.default, arguments, {**dataclasses.asdict(options), "backend": place.backend}
-    )
+    opcheck(torch.ops.fusedce.moe_experts.default, arguments, {**dataclasses.asdict(options), "backend": place.backend})
 
 
 def test_fullgraph_compile_is_bitwise_eager(place: Place) -> None:

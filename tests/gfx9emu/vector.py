@@ -9,7 +9,7 @@ import numpy as np
 from tests.gfx9emu import arithmetic, matrix
 from tests.gfx9emu.arithmetic import COMPARISONS, F16, F32, HALF, PACKED, TABLE, U16, U32, U64
 from tests.gfx9emu.decode import Instruction
-from tests.gfx9emu.faults import Fault
+from tests.gfx9emu.faults import FaultError
 from tests.gfx9emu.front import LANES, VCC, Front
 from tests.gfx9emu.lanes import Moved, moved_lanes, part_of_word, placed_in_word
 from tests.gfx9emu.machine import Machine
@@ -312,7 +312,7 @@ def _swap_rows(ins: Instruction, a: str, b: str) -> Step:
 
     def step(w: Front) -> None:
         if not w.full:
-            raise Fault("lanes change places while some are off")
+            raise FaultError("lanes change places while some are off")
         pair_a, pair_b = (w.v[row].reshape(len(w), -1, 2, size) for row in (row_a, row_b))
         odd = pair_a[:, :, 1].copy()
         pair_a[:, :, 1] = pair_b[:, :, 0]

@@ -90,8 +90,8 @@ class Kernel:
     """One kernel of a code object. path must stay for as long as faults shall name source lines.
 
     lds: bytes of its own; private: bytes of scratch memory a lane; kernarg: bytes of arguments; arguments: (offset,
-    size, kind) of each, from the metadata. num_v, num_a: registers of lanes. user_scalars: how many scalars come before the
-    workgroup's number; group_numbers: which axes of that are asked for; kernarg_scalar: the scalar that holds the
+    size, kind) of each, from the metadata. num_v, num_a: registers of lanes. user_scalars: how many scalars come before
+    the workgroup's number; group_numbers: which axes of that are asked for; kernarg_scalar: the scalar that holds the
     arguments' address. blocks, numbers: see `blocks_of`; first: the block to start with.
     """
 

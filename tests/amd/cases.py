@@ -25,6 +25,7 @@ from tests import (
     test_linear_sparse,
     test_moe_balance,
     test_moe_experts,
+    test_moe_options,
     test_moe_plan,
     test_moe_route,
     test_moe_route_choice,
@@ -134,6 +135,13 @@ def logprob_of(slots: int, *sizes: object, **options: object) -> Run:
     )
 
 
+def with_biases(dtype: torch.dtype, *options: object) -> Run:
+    """The experts with biases and another activation, save policy or layout."""
+    given = test_moe_options.Options(*options)
+    run = partial(test_moe_options.check, moe_cases.Case(45, 24, 33, 5, 2, dtype=dtype), given, HERE)
+    return Run(f"experts-{given}-{dtype}".replace("torch.", ""), run, (*EXPERTS[:-1], "moe.bias_grad"))
+
+
 def route(sizes: tuple[int, int, int], dtype: torch.dtype, *options: object) -> Run:
     """Routing weights, ids and the router's gradient."""
     return Run(
@@ -186,6 +194,9 @@ RUNS = (
     experts(70, 64, 48, 3, 2, dtype=BF16, loads="one"),
     experts(45, 48, 33, 5, 2, dtype=FP16),
     experts(37, 24, 20, 5, 2, dtype=FP32, loads="half"),
+    with_biases(BF16, "gpt_oss", True),
+    with_biases(FP16, "geglu_tanh", False, "plan", False),
+    with_biases(FP32, "geglu"),
     Run(
         "experts-transposed",
         lambda: test_moe_experts.test_mo_a11_weights_and_hidden_may_be_views("transposed", HERE),

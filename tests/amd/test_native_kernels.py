@@ -1,17 +1,14 @@
 """The native row kernels, built for HIP by clang and executed: their host code, their fat binary, the machine code for
 both chips. The checks are those that the same sources pass on the host (tests/simt)."""
 
-import shutil
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
-
-import ctypes
 
 import pytest
 import torch
 
 from tests import toolchain
-from tests.gfx9emu.faults import Fault
 from tests.gfx9emu.hip import CHIPS, Hip
 from tests.simt import test_linear_ce_rows as rows_tests
 from tests.simt import test_linear_ce_seeded as seeded_tests

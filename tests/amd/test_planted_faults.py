@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests import toolchain
-from tests.gfx9emu.faults import Fault
+from tests.gfx9emu.faults import FaultError
 from tests.gfx9emu.hip import CHIPS, Hip
 from tests.simt import test_linear_ce_rows as rows_tests
 from tests.simt.host_kernels import KERNELS, ROOT, HostKernels
@@ -110,7 +110,7 @@ def test_without_a_fault_all_is_well(check: Run, chip: str, hip: Hip, planted: c
 @pytest.mark.parametrize("number", range(1, len(FAULTS) + 1), ids=[name for name, _, _ in FAULTS])
 def test_fault_is_caught(number: int, chip: str, hip: Hip, planted: ctypes.CDLL) -> None:
     name, check, gate = FAULTS[number - 1]
-    with pytest.raises((Fault, AssertionError), match=gate) as caught, hip.on(chip):
+    with pytest.raises((FaultError, AssertionError), match=gate) as caught, hip.on(chip):
         check(planted, number)
     print(f"\n{chip}  {name}: {str(caught.value).splitlines()[0]}")
 
@@ -135,6 +135,6 @@ def test_fault_in_the_native_kernels_is_caught(name: str, hip: Hip, rocm_tree: P
     flags = (f"-I{folder}", f"-I{simt}")
     library = hip.build(simt / "linear_ce_rows.cpp", rocm_tree, *flags, chips=("gfx942",))
     kernels = HostKernels(ctypes.CDLL(str(library)))
-    with pytest.raises((Fault, AssertionError), match=gate) as caught, hip.on("gfx942"):
+    with pytest.raises((FaultError, AssertionError), match=gate) as caught, hip.on("gfx942"):
         rows_tests.test_statistics(kernels, 1000, {"temperature": 0.7})
     print(f"\ngfx942  {name}: {str(caught.value).splitlines()[0]}")

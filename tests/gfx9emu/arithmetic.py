@@ -219,20 +219,32 @@ FLOATING: dict[str, Row] = {
     "v_mul_f16": ("w:hh", half(lambda a, b: a * b)),
     "v_max_f16": ("w:hh", half(np.fmax)),
     "v_min_f16": ("w:hh", half(np.fmin)),
-}  # fmt: skip
+}
 TABLE = {**WHOLE, **WIDE, **FLOATING}
 # For two functions of one instruction, low half and high half.
 PACKED = {
-    "v_pk_add_f32": lambda a, b: a + b, "v_pk_mul_f32": lambda a, b: a * b, "v_pk_fma_f32": fma,
-}  # fmt: skip
+    "v_pk_add_f32": lambda a, b: a + b,
+    "v_pk_mul_f32": lambda a, b: a * b,
+    "v_pk_fma_f32": fma,
+}
 COMPARISONS: dict[str, Callable] = {
-    "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "ne": np.not_equal,
+    "eq": np.equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "ne": np.not_equal,
     # Of floats, the ones that are false for NaN and the ones that are true.
-    "lg": lambda a, b: (a < b) | (a > b), "neq": np.not_equal, "nlg": lambda a, b: ~((a < b) | (a > b)),
-    "nlt": lambda a, b: ~(a < b), "nle": lambda a, b: ~(a <= b), "ngt": lambda a, b: ~(a > b),
+    "lg": lambda a, b: (a < b) | (a > b),
+    "neq": np.not_equal,
+    "nlg": lambda a, b: ~((a < b) | (a > b)),
+    "nlt": lambda a, b: ~(a < b),
+    "nle": lambda a, b: ~(a <= b),
+    "ngt": lambda a, b: ~(a > b),
     "nge": lambda a, b: ~(a >= b),
-    "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)), "u": lambda a, b: np.isnan(a) | np.isnan(b),
-}  # fmt: skip
+    "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "u": lambda a, b: np.isnan(a) | np.isnan(b),
+}
 
 
 def exponent(x: Array) -> Array:
@@ -256,15 +268,25 @@ def divide_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array,
     is_denominator, is_numerator = x == denominator, x == numerator
     value = np.select(
         [
-            (numerator == 0) | (denominator == 0), far, tiny, huge & low_quotient, huge, low_quotient,
+            (numerator == 0) | (denominator == 0),
+            far,
+            tiny,
+            huge & low_quotient,
+            huge,
+            low_quotient,
             exponent(numerator) <= 23,
         ],
         [
-            np.full_like(quotient, np.nan), np.where(is_denominator, up, x), up, np.where(is_denominator, down, x), down,
-            np.where(is_numerator, up, x), up,
+            np.full_like(quotient, np.nan),
+            np.where(is_denominator, up, x),
+            up,
+            np.where(is_denominator, down, x),
+            down,
+            np.where(is_numerator, up, x),
+            up,
         ],
         x,
-    )  # fmt: skip
+    )
     nothing = (numerator == 0) | (denominator == 0)
     back = ~nothing & (far | (~tiny & low_quotient))
     return value, back

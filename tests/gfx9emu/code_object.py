@@ -10,7 +10,7 @@ from pathlib import Path
 from tests import toolchain
 from tests.gfx9emu import loads, scalar, shared, vector
 from tests.gfx9emu.decode import Instruction, branch_target, disassemble
-from tests.gfx9emu.faults import Fault
+from tests.gfx9emu.faults import FaultError
 from tests.gfx9emu.front import Front
 from tests.gfx9emu.machine import Machine
 
@@ -19,19 +19,23 @@ ENDS = ("s_endpgm", "s_barrier")
 # Of the kernel descriptor's float mode: to nearest even, nothing flushed, in both of its fields.
 FLOAT_MODE = 0xF0
 BINDERS = {
-    "s": scalar.bind, "v": vector.bind, "ds": shared.bind, "global": loads.bind, "buffer": loads.bind,
+    "s": scalar.bind,
+    "v": vector.bind,
+    "ds": shared.bind,
+    "global": loads.bind,
+    "buffer": loads.bind,
     "scratch": loads.bind_scratch,
-}  # fmt: skip
+}
 
 
 def bind(ins: Instruction, machine: Machine) -> Step:
-    """An instruction as a function of the front that executes it. Fault if it is not known in this form."""
+    """An instruction as a function of the front that executes it. FaultError if it is not known in this form."""
     binder = BINDERS.get(ins.op.split("_")[0])
     if binder is None:
         raise ins.unknown()
     step = binder(ins, machine)
     if ins.left():
-        raise Fault(f"unknown modifiers {', '.join(ins.left())}: {ins.text}")
+        raise FaultError(f"unknown modifiers {', '.join(ins.left())}: {ins.text}")
     return step
 
 
@@ -85,8 +89,10 @@ def blocks_of(instructions: list[Instruction], entry: int, machine: Machine) -> 
 class Kernel:
     """One kernel of a code object. path must stay for as long as faults shall name source lines.
 
-    lds: bytes of its own; private: bytes of scratch memory a lane; kernarg: bytes of arguments; arguments: (offset, size, kind) of each, from the metadata.
-    num_v, num_a: registers of lanes. user_scalars: how many scalars come before the workgroup's number.
+    lds: bytes of its own; private: bytes of scratch memory a lane; kernarg: bytes of arguments; arguments: (offset,
+    size, kind) of each, from the metadata. num_v, num_a: registers of lanes. user_scalars: how many scalars come before
+    the workgroup's number; group_numbers: which axes of that are asked for; kernarg_scalar: the scalar that holds the
+    arguments' address. blocks, numbers: see `blocks_of`; first: the block to start with.
     """
 
     path: Path
@@ -115,7 +121,7 @@ def load(path: Path, name: str, chip: str, machine: Machine) -> Kernel:
     descriptor_at = _symbol(listing, f"{name}.kd")
     section = re.search(r"\.rodata\s+PROGBITS\s+(\w+)\s+(\w+)", listing)
     if section is None:
-        raise Fault(f"{path} has no read-only data")
+        raise FaultError(f"{path} has no read-only data")
     offset = descriptor_at - int(section[1], 16) + int(section[2], 16)
     raw = path.read_bytes()[offset : offset + 64]
     lds, private, kernarg = struct.unpack_from("<III", raw)
@@ -123,15 +129,23 @@ def load(path: Path, name: str, chip: str, machine: Machine) -> Kernel:
     rsrc3, rsrc1, rsrc2 = struct.unpack_from("<III", raw, 44)
     (properties,) = struct.unpack_from("<H", raw, 56)
     if rsrc1 >> 12 & 0xFF != FLOAT_MODE:
-        raise Fault(f"{name} rounds or flushes otherwise than this emulator")
+        raise FaultError(f"{name} rounds or flushes otherwise than this emulator")
     num_v = 4 * ((rsrc3 & 63) + 1)
     kernel = Kernel(
-        path, name, chip, machine, lds=lds, private=private, kernarg=kernarg, num_v=num_v, num_a=8 * ((rsrc1 & 63) + 1) - num_v,
+        path,
+        name,
+        chip,
+        machine,
+        lds=lds,
+        private=private,
+        kernarg=kernarg,
+        num_v=num_v,
+        num_a=8 * ((rsrc1 & 63) + 1) - num_v,
         user_scalars=rsrc2 >> 1 & 31,
         group_numbers=(bool(rsrc2 >> 7 & 1), bool(rsrc2 >> 8 & 1), bool(rsrc2 >> 9 & 1)),
         # Before the arguments' address come a buffer descriptor and two more addresses, where asked for.
         kernarg_scalar=4 * (properties & 1) + 2 * (properties >> 1 & 1) + 2 * (properties >> 2 & 1),
-    )  # fmt: skip
+    )
     _read_metadata(kernel, listing)
     instructions = disassemble(path, chip)
     kernel.blocks, kernel.numbers = blocks_of(instructions, entry, machine)
@@ -142,7 +156,7 @@ def load(path: Path, name: str, chip: str, machine: Machine) -> Kernel:
 def _symbol(listing: str, name: str) -> int:
     match = re.search(rf"^\s*\d+: (\w+)\s.*\s{re.escape(name)}$", listing, re.MULTILINE)
     if match is None:
-        raise Fault(f"no symbol {name}")
+        raise FaultError(f"no symbol {name}")
     return int(match[1], 16)
 
 

@@ -24,7 +24,9 @@ def half_of(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def to_registers(text: str, size: int, is_signed: bool = False, half: str = "") -> Callable[[Front, Array, Array], None]:
+def to_registers(
+    text: str, size: int, is_signed: bool = False, half: str = ""
+) -> Callable[[Front, Array, Array], None]:
     """Puts (waves, 64, size) bytes into the registers of the lanes `on`, fewer than 4 of them into one."""
     row = lanes_register(text)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests import toolchain
-from tests.gfx9emu.faults import Fault
+from tests.gfx9emu.faults import FaultError
 
 # What the assembler appends to tell encodings of one operation apart; operands and modifiers say it again.
 ENCODING = re.compile(r"_(e32|e64|dpp|sdwa)$")
@@ -54,9 +54,9 @@ class Instruction:
         """Modifiers that nobody took."""
         return sorted(set(self.modifiers) - self.taken)
 
-    def unknown(self) -> Fault:
+    def unknown(self) -> FaultError:
         """What to raise for an instruction, or a form of one, that no table knows."""
-        return Fault(f"unknown instruction: {self.text}")
+        return FaultError(f"unknown instruction: {self.text}")
 
 
 def disassemble(code_object: Path, chip: str) -> list[Instruction]:

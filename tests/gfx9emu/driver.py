@@ -3,8 +3,9 @@
     with emulated("gfx942"):
         kernel[grid](cpu_tensor, …, num_warps=8)
 
-compiles as for that GPU, with Triton's real JIT and AMD's code generator, refuses what the GPU would refuse (LDS, threads),
-and executes the machine code on the CPU tensors' memory. Autotuning works: time is the number of instructions.
+compiles as for that GPU, with Triton's real JIT and AMD's code generator, refuses what the GPU would refuse (LDS,
+threads), and executes the machine code on the CPU tensors' memory. Autotuning works, with the number of instructions in
+the place of time.
 """
 
 import atexit
@@ -26,15 +27,26 @@ from triton.backends.driver import DriverBase
 
 from fusedce.arch import ARCHS
 from tests.gfx9emu import code_object, launch
-from tests.gfx9emu.faults import Fault
+from tests.gfx9emu.faults import FaultError
 from tests.gfx9emu.machine import Machine
 from tests.gfx9emu.memory import LDS, Memory
 
 # Triton's names of scalar arguments -> struct's
 FORMS = {
-    "i1": "b", "u1": "B", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
-    "fp32": "f", "f32": "f", "fp64": "d",
-}  # fmt: skip
+    "i1": "b",
+    "u1": "B",
+    "i8": "b",
+    "u8": "B",
+    "i16": "h",
+    "u16": "H",
+    "i32": "i",
+    "u32": "I",
+    "i64": "q",
+    "u64": "Q",
+    "fp32": "f",
+    "f32": "f",
+    "fp64": "d",
+}
 
 
 def storage_bytes(tensor: torch.Tensor) -> tuple[int, np.ndarray]:
@@ -50,7 +62,7 @@ class Mirror:
     """The storages of some tensors in emulated memory: copied in, and back after the launch."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.storages = {address: data for address, data in map(storage_bytes, tensors)}
+        self.storages = dict(map(storage_bytes, tensors))
         sizes = [len(data) for data in self.storages.values()]
         self.memory = Memory.for_buffers(*sizes, 4096)
         self.at = {
@@ -78,10 +90,16 @@ class Utils:
     def get_device_properties(self, device: int) -> dict[str, Any]:
         arch = ARCHS[self.chip]
         return {
-            "multiprocessor_count": arch.num_units, "max_shared_mem": launch.LDS_BYTES[self.chip], "arch": self.chip,
-            "warpSize": 64, "max_num_regs": 65536, "sm_clock_rate": 2_100_000, "mem_clock_rate": 2_600_000,
-            "mem_bus_width": 8192, "cooperativeLaunch": 1,
-        }  # fmt: skip
+            "multiprocessor_count": arch.num_units,
+            "max_shared_mem": launch.LDS_BYTES[self.chip],
+            "arch": self.chip,
+            "warpSize": 64,
+            "max_num_regs": 65536,
+            "sm_clock_rate": 2_100_000,
+            "mem_clock_rate": 2_600_000,
+            "mem_bus_width": 8192,
+            "cooperativeLaunch": 1,
+        }
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
         with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".hsaco", delete=False) as file:
@@ -100,7 +118,7 @@ class Launcher:
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
         kernel, shared = function
-        _, _, enter, leave, *arguments = rest
+        arguments = rest[4:]  # behind two forms of metadata and two hooks
         given = [(a, kind) for a, kind in zip(arguments, self.kinds, strict=True) if kind != "constexpr"]
         mirror = Mirror([a for a, kind in given if kind.startswith("*") and a is not None])
         shape = launch.Shape((x, y, z), (64 * self.num_warps, 1, 1), shared)
@@ -118,7 +136,7 @@ def _packed(given: list[tuple[Any, str]], mirror: Mirror) -> bytes:
         elif kind in FORMS:
             form, value = FORMS[kind], argument
         else:
-            raise Fault(f"an argument of type {kind}")
+            raise FaultError(f"an argument of type {kind}")
         raw += b"\0" * (-len(raw) % struct.calcsize(form)) + struct.pack(f"<{form}", value)
     return raw
 

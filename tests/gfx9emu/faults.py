@@ -1,5 +1,5 @@
 """What the emulator refuses to go on after."""
 
 
-class Fault(Exception):
+class FaultError(Exception):
     """A wrong access, a race, a barrier that not all waves reach, or an instruction that the tables do not know."""

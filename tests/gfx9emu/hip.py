@@ -5,8 +5,8 @@
     with hip.on("gfx942"):
         library.launch_something(…)
 
-`launch_something` is the source's own host code; libamdhip64 is `fake_hip.cpp`. Pointers among a kernel's arguments, also
-those inside structs, are found as addresses of living CPU tensors.
+`launch_something` is the source's own host code; libamdhip64 is `fake_hip.cpp`. Pointers among a kernel's arguments,
+also those inside structs, are found as addresses of living CPU tensors.
 """
 
 import ctypes
@@ -23,16 +23,21 @@ import torch
 from tests import toolchain
 from tests.gfx9emu import code_object, launch
 from tests.gfx9emu.driver import Mirror, storage_bytes
-from tests.gfx9emu.faults import Fault
+from tests.gfx9emu.faults import FaultError
 from tests.gfx9emu.machine import Machine
 from tests.gfx9emu.memory import LDS, Memory
 
 CHIPS = ("gfx942", "gfx950")
 MAGIC = b"__CLANG_OFFLOAD_BUNDLE__"
 ON_LAUNCH = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_uint),
-    ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p),
-)  # fmt: skip
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.c_size_t,
+    ctypes.POINTER(ctypes.c_void_p),
+)
 
 
 def code_of(bundle: int, chip: str) -> bytes:
@@ -45,7 +50,7 @@ def code_of(bundle: int, chip: str) -> bytes:
         if ctypes.string_at(at + 24, length).decode().endswith(chip):
             return ctypes.string_at(bundle + offset, size)
         at += 24 + length
-    raise Fault(f"no code object for {chip}")
+    raise FaultError(f"no code object for {chip}")
 
 
 def living_tensors() -> list[torch.Tensor]:
@@ -62,22 +67,54 @@ class Hip:
         self.kernels: dict[tuple[str, int, str], code_object.Kernel] = {}
         self.runtime = folder / "libamdhip64.so"
         source = Path(__file__).with_name("fake_hip.cpp")
-        toolchain.output([
-            toolchain.require("g++"), "-std=c++17", "-O1", "-Wall", "-shared", "-fPIC", str(source), "-o", str(self.runtime),
-        ])  # fmt: skip
+        toolchain.output(
+            [
+                toolchain.require("g++"),
+                "-std=c++17",
+                "-O1",
+                "-Wall",
+                "-shared",
+                "-fPIC",
+                str(source),
+                "-o",
+                str(self.runtime),
+            ]
+        )
         self.callback = ON_LAUNCH(self._on_launch)
         ctypes.CDLL(str(self.runtime), mode=ctypes.RTLD_GLOBAL).fake_hip_on_launch(self.callback)
 
     def build(self, source: Path, rocm_tree: Path, *flags: str, chips: tuple[str, ...] = CHIPS) -> Path:
         """A shared library of one HIP source."""
         to = self.folder / f"{source.stem}-{len(list(self.folder.iterdir()))}.so"
-        toolchain.output([
-            toolchain.llvm_tool("clang++"), "-std=c++17", "-O3", "-x", "hip", *(f"--offload-arch={chip}" for chip in chips),
-            *toolchain.hip_flags(rocm_tree), "-gline-tables-only", "-fPIC", *flags, "-c", str(source), "-o", f"{to}.o",
-        ])  # fmt: skip
-        toolchain.output([
-            toolchain.require("g++"), "-shared", f"{to}.o", str(self.runtime), "-Wl,-rpath," + str(self.folder), "-o", str(to),
-        ])  # fmt: skip
+        toolchain.output(
+            [
+                toolchain.llvm_tool("clang++"),
+                "-std=c++17",
+                "-O3",
+                "-x",
+                "hip",
+                *(f"--offload-arch={chip}" for chip in chips),
+                *toolchain.hip_flags(rocm_tree),
+                "-gline-tables-only",
+                "-fPIC",
+                *flags,
+                "-c",
+                str(source),
+                "-o",
+                f"{to}.o",
+            ]
+        )
+        toolchain.output(
+            [
+                toolchain.require("g++"),
+                "-shared",
+                f"{to}.o",
+                str(self.runtime),
+                "-Wl,-rpath," + str(self.folder),
+                "-o",
+                str(to),
+            ]
+        )
         return to
 
     @contextmanager

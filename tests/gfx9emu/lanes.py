@@ -20,7 +20,7 @@ def _row_broadcast(n: int) -> Array:
 
 # name -> (its number) -> the lane that each lane reads, -1 for none
 PATTERNS = {
-    "row_shr": lambda n: np.where(IN_ROW >= n, LANE - n, -1),
+    "row_shr": lambda n: np.where(n <= IN_ROW, LANE - n, -1),
     "row_shl": lambda n: np.where(IN_ROW + n < 16, LANE + n, -1),
     "row_ror": lambda n: ROW + (IN_ROW - n) % 16,
     "row_newbcast": lambda n: ROW + n,

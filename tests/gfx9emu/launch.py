@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.gfx9emu.code_object import Kernel, source_line
 from tests.gfx9emu.decode import branch_target
-from tests.gfx9emu.faults import Fault
+from tests.gfx9emu.faults import FaultError
 from tests.gfx9emu.front import LANES, Front
 from tests.gfx9emu.memory import LDS, Memory
 from tests.gfx9emu.scalar import CONDITIONS
@@ -57,14 +57,14 @@ class Shape:
 def launch(kernel: Kernel, memory: Memory, shape: Shape, arguments: bytes) -> None:
     """Execute every workgroup. `memory` holds the buffers that `arguments` (the explicit ones) point to.
 
-    Fault for whatever a GPU would refuse, and for whatever it would not notice.
+    FaultError for whatever a GPU would refuse, and for whatever it would not notice.
     """
     start = time.perf_counter()
     size = kernel.lds + shape.shared
     if size > LDS_BYTES[kernel.chip]:
-        raise Fault(f"{kernel.name}: {size} bytes of LDS, {kernel.chip} has {LDS_BYTES[kernel.chip]}")
+        raise FaultError(f"{kernel.name}: {size} bytes of LDS, {kernel.chip} has {LDS_BYTES[kernel.chip]}")
     if shape.threads > min(MOST_THREADS, kernel.most_threads):
-        raise Fault(f"{kernel.name}: {shape.threads} threads of at most {min(MOST_THREADS, kernel.most_threads)}")
+        raise FaultError(f"{kernel.name}: {shape.threads} threads of at most {min(MOST_THREADS, kernel.most_threads)}")
     kernarg = np.frombuffer(_with_hidden(kernel, shape, arguments), np.uint8)
     address = memory.allocate(len(kernarg), "arguments", kernarg)
     kernel.machine.memory = memory
@@ -143,7 +143,7 @@ class Batch:
         STATS.instructions += block.count * len(front)
         self.executed += block.count
         if self.executed > MOST_INSTRUCTIONS:
-            raise Fault(f"{self.kernel.name} does not end")
+            raise FaultError(f"{self.kernel.name} does not end")
         last = block.last
         front.at += 1
         if last is None:
@@ -172,17 +172,19 @@ class Batch:
         for front in self.waiting:
             for group in np.unique(front.group).tolist():
                 if self.ended[group]:
-                    raise Fault(f"{self.kernel.name}: barrier divergence: some waves of workgroup {group} have ended")
+                    raise FaultError(
+                        f"{self.kernel.name}: barrier divergence: some waves of workgroup {group} have ended"
+                    )
                 if at.setdefault(group, front.at) != front.at:
-                    raise Fault(f"{self.kernel.name}: barrier divergence: workgroup {group} waits at two barriers")
+                    raise FaultError(f"{self.kernel.name}: barrier divergence: workgroup {group} waits at two barriers")
         for group in at:
             self.kernel.machine.lds.barrier(group)
         self.ready, self.waiting = self.waiting, []
 
-    def _located(self, error: Exception, front: Front, address: int, text: str) -> Fault:
+    def _located(self, error: Exception, front: Front, address: int, text: str) -> FaultError:
         place = source_line(self.kernel.path, address) if self.kernel.path.exists() else ""
-        what = str(error) if isinstance(error, Fault) else f"{type(error).__name__}: {error}"
-        return Fault(f"{what}\n  in {self.kernel.name} at {address:#x} {place}: {text}")
+        what = str(error) if isinstance(error, FaultError) else f"{type(error).__name__}: {error}"
+        return FaultError(f"{what}\n  in {self.kernel.name} at {address:#x} {place}: {text}")
 
 
 def packed(*values: int | float) -> bytes:

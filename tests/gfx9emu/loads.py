@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.gfx9emu.data import SIZES, from_registers, half_of, to_registers
 from tests.gfx9emu.decode import HINTS, Instruction
-from tests.gfx9emu.faults import Fault
+from tests.gfx9emu.faults import FaultError
 from tests.gfx9emu.front import LANES, M0, Front
 from tests.gfx9emu.machine import Machine
 from tests.gfx9emu.operands import U32, U64, Array, Reader, pairs, register, scalar, words
@@ -67,7 +67,7 @@ def _buffer_address(ins: Instruction, size: int, lane_part: str, descriptor: str
     def address(w: Front) -> tuple[Array, Array]:
         high = w.s[first + 1]
         if (high >> U32(16) & U32(0x3FFF)).any():
-            raise Fault("a buffer with a stride")
+            raise FaultError("a buffer with a stride")
         base = u64(w.s[first]) | u64(high & U32(0xFFFF)) << U64(32)
         inside = np.broadcast_to(u64(lane(w)) + offset, w.active.shape)
         on = w.active & (inside + U64(size) <= u64(w.s[first + 2])[:, None])
@@ -128,7 +128,7 @@ def bind_scratch(ins: Instruction, machine: Machine) -> Step:
         wave, number = np.nonzero(w.active)
         at = start[w.active][:, None] + np.arange(size)
         if at.size and (at.min() < 0 or at.max() >= w.scratch.shape[2]):
-            raise Fault(f"scratch access out of bounds: byte {at.max()} of {w.scratch.shape[2]}")
+            raise FaultError(f"scratch access out of bounds: byte {at.max()} of {w.scratch.shape[2]}")
         return wave[:, None], number[:, None], at
 
     if verb == "load":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.gfx9emu.faults import Fault
+from tests.gfx9emu.faults import FaultError
 
 Array = np.ndarray
 
@@ -88,11 +88,11 @@ class Bytes:
         self.conflicts = Conflicts(padded)
 
     def access(self, address: Array, size: int, on: Array, agent: Array) -> Access:
-        """Lanes at `address` (waves, 64) bytes, `size` each. agent: (waves,). Fault if one is outside."""
+        """Lanes at `address` (waves, 64) bytes, `size` each. agent: (waves,). FaultError if one is outside."""
         offset = address[on].astype(np.int64)
         if offset.size and (offset.min() < 0 or offset.max() + size > self.size):
             lane = int(np.argmax((offset < 0) | (offset + size > self.size)))
-            raise Fault(f"{self.kind} access far out of bounds: {self.where(int(offset[lane]))}")
+            raise FaultError(f"{self.kind} access far out of bounds: {self.where(int(offset[lane]))}")
         unit = min(size, 4)
         while unit > 1 and (offset & (unit - 1)).any():
             unit //= 2
@@ -138,7 +138,7 @@ class Bytes:
             unit = np.dtype(access.dtype).itemsize
             outside = (self.state[offset : offset + unit] == FORBIDDEN).any()
             what = "out of bounds" if outside else "of bytes that nobody wrote"
-            raise Fault(f"{self.kind} {'load' if least == WRITTEN else 'store'} {what}: {self.where(offset)}")
+            raise FaultError(f"{self.kind} {'load' if least == WRITTEN else 'store'} {what}: {self.where(offset)}")
 
     def _no_other(self, access: Access, record: Array, what: str, among: Array | None = None) -> None:
         bad = self.conflicts.others(record, access.at, access.agents, access.dtype)
@@ -151,7 +151,7 @@ class Bytes:
         first = int(access.agents[bad][0]) - 1
         when = "in the same barrier interval" if self.kind == "LDS" else "of the same launch"
         where = self.where(self._first(access, bad))
-        raise Fault(f"{self.kind} race: {agent} {first} {what.format(agent)} {when}: {where}")
+        raise FaultError(f"{self.kind} race: {agent} {first} {what.format(agent)} {when}: {where}")
 
     @staticmethod
     def _first(access: Access, bad: Array) -> int:
@@ -182,7 +182,7 @@ class Memory(Bytes):
         first = self.top
         self.top = (first + size + 2 * self.RED_ZONE) // 256 * 256
         if self.top > self.size:
-            raise Fault("the emulated memory is too small")
+            raise FaultError("the emulated memory is too small")
         self.buffers.append((first, first + size, name))
         self.state[first : first + size] = UNWRITTEN if data is None else WRITTEN
         if data is not None:
@@ -221,7 +221,7 @@ class LDS(Bytes):
         """Lanes at `address` (waves, 64) in the LDS of their workgroup."""
         inside = address[on]
         if inside.size and (inside.min() < 0 or inside.max() + size > self.each):
-            raise Fault(f"LDS access out of bounds: byte {int(inside.max())} and {size - 1} more of {self.each}")
+            raise FaultError(f"LDS access out of bounds: byte {int(inside.max())} and {size - 1} more of {self.each}")
         return super().access(address + (group * self.stride)[:, None], size, on, wave + 1)
 
     def where(self, offset: int) -> str:

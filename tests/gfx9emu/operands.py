@@ -1,7 +1,7 @@
 """Operands as text -> functions of a `Front` that read or write them.
 
-A reader returns an array that broadcasts to (waves, 64): registers of lanes as they are, scalars as (waves, 1), constants
-as one number. All are bits: uint32 words, the same bits as fp32, or uint64 pairs.
+A reader returns an array that broadcasts to (waves, 64): registers of lanes as they are, scalars as (waves, 1),
+constants as one number. All are bits: uint32 words, the same bits as fp32, or uint64 pairs.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.gfx9emu.faults import Fault
+from tests.gfx9emu.faults import FaultError
 from tests.gfx9emu.front import EXEC, M0, VCC, Front
 
 Array = np.ndarray
@@ -18,10 +18,17 @@ Writer = Callable[[Front, Array], None]
 
 U32, U64, F32 = np.uint32, np.uint64, np.float32
 NAMED = {
-    "vcc": (VCC, 2), "vcc_lo": (VCC, 1), "vcc_hi": (VCC + 1, 1), "m0": (M0, 1),
-    "exec": (EXEC, 2), "exec_lo": (EXEC, 1), "exec_hi": (EXEC + 1, 1),
-    "flat_scratch": (102, 2), "flat_scratch_lo": (102, 1), "flat_scratch_hi": (103, 1),
-}  # fmt: skip
+    "vcc": (VCC, 2),
+    "vcc_lo": (VCC, 1),
+    "vcc_hi": (VCC + 1, 1),
+    "m0": (M0, 1),
+    "exec": (EXEC, 2),
+    "exec_lo": (EXEC, 1),
+    "exec_hi": (EXEC + 1, 1),
+    "flat_scratch": (102, 2),
+    "flat_scratch_lo": (102, 1),
+    "flat_scratch_hi": (103, 1),
+}
 REGISTER = re.compile(r"([sva])(?:(\d+)|\[(\d+):(\d+)\])$")
 SIGN, MAGNITUDE = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
 INV_2PI = 0x3E22F983
@@ -42,7 +49,7 @@ def lanes_register(text: str) -> int:
     """The row of a register of lanes in `Front.v`: v0 … v255, then a0 … a255."""
     found = register(text)
     if found is None or found[0] == "s":
-        raise Fault(f"{text} is no register of lanes")
+        raise FaultError(f"{text} is no register of lanes")
     return found[1] + 256 * (found[0] == "a")
 
 
@@ -54,7 +61,7 @@ def constant(text: str) -> int:
         return int(np.float32(float(text)).view(U32))
     if re.match(r"-?(0x[0-9a-f]+|\d+)$", text):
         return int(text, 0)
-    raise Fault(f"{text} is neither a register nor a constant")
+    raise FaultError(f"{text} is neither a register nor a constant")
 
 
 def words(text: str) -> Reader:
@@ -178,7 +185,7 @@ def write_scalar(text: str) -> Writer:
     """Puts 32 bits a wave."""
     found = register(text)
     if found is None or found[0] != "s":
-        raise Fault(f"{text} is no scalar register")
+        raise FaultError(f"{text} is no scalar register")
     first = found[1]
 
     def write(w: Front, value: Array) -> None:
@@ -193,7 +200,7 @@ def write_scalar_pair(text: str) -> Writer:
     """Puts 64 bits a wave."""
     found = register(text)
     if found is None or found[0] != "s" or found[1] % 2:
-        raise Fault(f"{text} is no pair of scalar registers")
+        raise FaultError(f"{text} is no pair of scalar registers")
     pair = found[1] // 2
 
     def write(w: Front, value: Array) -> None:

@@ -21,8 +21,33 @@ from tests.gfx9emu.front import POISON
 pytestmark = pytest.mark.amd
 
 WORDS = [0, 1, 2, 7, 31, 32, 0x0C0D0706, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x00FFFFFF, 0x12345678]
-FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, 1.5, 2.5, -2.5, 3.7, 1e-40, -1e-44, 1.2e-38, 3e38, math.inf, -math.inf, math.nan,
-          100.3, -120.9, 4e9, -3e9, 65519.0, 65520.0, 6e-8, 1 + 2**-11, 1 - 2**-12]  # fmt: skip
+FLOATS = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    0.5,
+    1.5,
+    2.5,
+    -2.5,
+    3.7,
+    1e-40,
+    -1e-44,
+    1.2e-38,
+    3e38,
+    math.inf,
+    -math.inf,
+    math.nan,
+    100.3,
+    -120.9,
+    4e9,
+    -3e9,
+    65519.0,
+    65520.0,
+    6e-8,
+    1 + 2**-11,
+    1 - 2**-12,
+]
 
 
 def i32(x: int) -> int:
@@ -127,68 +152,101 @@ def middle(*x: float) -> float:
 
 
 REFERENCE: dict[str, Callable] = {
-    **dict.fromkeys(("v_mov_b32", "v_mov_b64", "v_accvgpr_read_b32", "v_accvgpr_write_b32", "v_accvgpr_mov_b32"),
-                    lambda a: a),
-    "v_not_b32": lambda a: ~a, "v_bfrev_b32": lambda a: int(f"{a:032b}"[::-1], 2),
+    **dict.fromkeys(
+        ("v_mov_b32", "v_mov_b64", "v_accvgpr_read_b32", "v_accvgpr_write_b32", "v_accvgpr_mov_b32"), lambda a: a
+    ),
+    "v_not_b32": lambda a: ~a,
+    "v_bfrev_b32": lambda a: int(f"{a:032b}"[::-1], 2),
     "v_ffbl_b32": lambda a: (a & -a).bit_length() - 1,
-    "v_add_u32": lambda a, b: a + b, "v_sub_u32": lambda a, b: a - b, "v_subrev_u32": lambda a, b: b - a,
-    "v_and_b32": lambda a, b: a & b, "v_or_b32": lambda a, b: a | b, "v_xor_b32": lambda a, b: a ^ b,
+    "v_add_u32": lambda a, b: a + b,
+    "v_sub_u32": lambda a, b: a - b,
+    "v_subrev_u32": lambda a, b: b - a,
+    "v_and_b32": lambda a, b: a & b,
+    "v_or_b32": lambda a, b: a | b,
+    "v_xor_b32": lambda a, b: a ^ b,
     "v_xnor_b32": lambda a, b: ~(a ^ b),
-    "v_lshlrev_b32": lambda a, b: b << a % 32, "v_lshrrev_b32": lambda a, b: b >> a % 32,
+    "v_lshlrev_b32": lambda a, b: b << a % 32,
+    "v_lshrrev_b32": lambda a, b: b >> a % 32,
     "v_ashrrev_i32": lambda a, b: i32(b) >> a % 32,
-    "v_mul_lo_u32": lambda a, b: a * b, "v_mul_hi_u32": lambda a, b: a * b >> 32,
+    "v_mul_lo_u32": lambda a, b: a * b,
+    "v_mul_hi_u32": lambda a, b: a * b >> 32,
     "v_mul_hi_i32": lambda a, b: i32(a) * i32(b) >> 32,
-    "v_mul_u32_u24": lambda a, b: a % 2**24 * (b % 2**24), "v_mul_i32_i24": lambda a, b: i24(a) * i24(b),
-    "v_min_u32": min, "v_max_u32": max,
-    "v_min_i32": lambda a, b: min(i32(a), i32(b)), "v_max_i32": lambda a, b: max(i32(a), i32(b)),
+    "v_mul_u32_u24": lambda a, b: a % 2**24 * (b % 2**24),
+    "v_mul_i32_i24": lambda a, b: i24(a) * i24(b),
+    "v_min_u32": min,
+    "v_max_u32": max,
+    "v_min_i32": lambda a, b: min(i32(a), i32(b)),
+    "v_max_i32": lambda a, b: max(i32(a), i32(b)),
     "v_bcnt_u32_b32": lambda a, b: a.bit_count() + b,
     "v_pack_b32_f16": lambda a, b: a % 2**16 | b % 2**16 << 16,
-    "v_add3_u32": lambda a, b, c: a + b + c, "v_lshl_add_u32": lambda a, b, c: (a << b % 32) + c,
-    "v_add_lshl_u32": lambda a, b, c: (a + b) << c % 32, "v_lshl_or_b32": lambda a, b, c: a << b % 32 | c,
-    "v_and_or_b32": lambda a, b, c: a & b | c, "v_or3_b32": lambda a, b, c: a | b | c,
+    "v_add3_u32": lambda a, b, c: a + b + c,
+    "v_lshl_add_u32": lambda a, b, c: (a << b % 32) + c,
+    "v_add_lshl_u32": lambda a, b, c: (a + b) << c % 32,
+    "v_lshl_or_b32": lambda a, b, c: a << b % 32 | c,
+    "v_and_or_b32": lambda a, b, c: a & b | c,
+    "v_or3_b32": lambda a, b, c: a | b | c,
     "v_xad_u32": lambda a, b, c: (a ^ b) + c,
-    "v_bfe_u32": field, "v_bfe_i32": lambda a, b, c: signed(field(a, b, c), c % 32) if c % 32 else 0,
-    "v_bfi_b32": lambda a, b, c: a & b | ~a & c, "v_perm_b32": permuted,
+    "v_bfe_u32": field,
+    "v_bfe_i32": lambda a, b, c: signed(field(a, b, c), c % 32) if c % 32 else 0,
+    "v_bfi_b32": lambda a, b, c: a & b | ~a & c,
+    "v_perm_b32": permuted,
     "v_alignbit_b32": lambda a, b, c: (a << 32 | b) >> c % 32,
     "v_mad_u32_u24": lambda a, b, c: a % 2**24 * (b % 2**24) + c,
     "v_mad_i32_i24": lambda a, b, c: i24(a) * i24(b) + c,
-    "v_med3_i32": lambda a, b, c: middle(i32(a), i32(b), i32(c)), "v_max3_u32": max,
+    "v_med3_i32": lambda a, b, c: middle(i32(a), i32(b), i32(c)),
+    "v_max3_u32": max,
     "v_max3_i32": lambda a, b, c: max(i32(a), i32(b), i32(c)),
     "v_min3_i32": lambda a, b, c: min(i32(a), i32(b), i32(c)),
-    "v_lshlrev_b16": lambda a, b: (b << a % 16) % 2**16, "v_lshrrev_b16": lambda a, b: b % 2**16 >> a % 16,
-    "v_add_u16": lambda a, b: (a + b) % 2**16, "v_sub_u16": lambda a, b: (a - b) % 2**16,
+    "v_lshlrev_b16": lambda a, b: (b << a % 16) % 2**16,
+    "v_lshrrev_b16": lambda a, b: b % 2**16 >> a % 16,
+    "v_add_u16": lambda a, b: (a + b) % 2**16,
+    "v_sub_u16": lambda a, b: (a - b) % 2**16,
     "v_mul_lo_u16": lambda a, b: a * b % 2**16,
-    "v_max_u16": lambda a, b: max(a % 2**16, b % 2**16), "v_min_u16": lambda a, b: min(a % 2**16, b % 2**16),
-    "v_lshlrev_b64": lambda a, b: b << a % 64, "v_lshrrev_b64": lambda a, b: b >> a % 64,
+    "v_max_u16": lambda a, b: max(a % 2**16, b % 2**16),
+    "v_min_u16": lambda a, b: min(a % 2**16, b % 2**16),
+    "v_lshlrev_b64": lambda a, b: b << a % 64,
+    "v_lshrrev_b64": lambda a, b: b >> a % 64,
     "v_ashrrev_i64": lambda a, b: signed(b, 64) >> a % 64,
     "v_lshl_add_u64": lambda a, b, c: (a << b % 64) + c,
-    "v_add_f32": lambda a, b: a + b, "v_sub_f32": lambda a, b: a - b, "v_subrev_f32": lambda a, b: b - a,
-    "v_mul_f32": lambda a, b: a * b, "v_max_f32": larger, "v_min_f32": smaller,
+    "v_add_f32": lambda a, b: a + b,
+    "v_sub_f32": lambda a, b: a - b,
+    "v_subrev_f32": lambda a, b: b - a,
+    "v_mul_f32": lambda a, b: a * b,
+    "v_max_f32": larger,
+    "v_min_f32": smaller,
     **dict.fromkeys(("v_fma_f32", "v_fmamk_f32", "v_fmaak_f32"), fma),
-    "v_max3_f32": lambda a, b, c: larger(larger(a, b), c), "v_min3_f32": lambda a, b, c: smaller(smaller(a, b), c),
+    "v_max3_f32": lambda a, b, c: larger(larger(a, b), c),
+    "v_min3_f32": lambda a, b, c: smaller(smaller(a, b), c),
     "v_med3_f32": lambda a, b, c: math.nan if any(map(math.isnan, (a, b, c))) else middle(a, b, c),
-    "v_maximum3_f32": nan_if_any(max), "v_minimum3_f32": nan_if_any(min),
+    "v_maximum3_f32": nan_if_any(max),
+    "v_minimum3_f32": nan_if_any(min),
     "v_exp_f32": transcendental(lambda x: math.inf if x > 200 else math.exp2(x)),
     "v_log_f32": transcendental(lambda x: -math.inf if x == 0 else math.log2(x)),
     **dict.fromkeys(("v_rcp_f32", "v_rcp_iflag_f32"), transcendental(inverse)),
-    "v_rsq_f32": transcendental(lambda x: inverse(math.sqrt(x))), "v_sqrt_f32": transcendental(math.sqrt),
+    "v_rsq_f32": transcendental(lambda x: inverse(math.sqrt(x))),
+    "v_sqrt_f32": transcendental(math.sqrt),
     "v_rndne_f32": lambda a: float(round(a)) if math.isfinite(a) else a,
     "v_floor_f32": lambda a: float(math.floor(a)) if math.isfinite(a) else a,
     "v_ceil_f32": lambda a: float(math.ceil(a)) if math.isfinite(a) else a,
     "v_trunc_f32": lambda a: float(math.trunc(a)) if math.isfinite(a) else a,
     "v_fract_f32": lambda a: min(a - math.floor(a), 1 - 2**-24) if math.isfinite(a) else math.nan,
     "v_ldexp_f32": lambda a, b: a * 2.0 ** max(-400, min(400, i32(b))),
-    "v_cvt_f32_u32": float, "v_cvt_f32_i32": lambda a: float(i32(a)),
-    "v_cvt_u32_f32": whole(0, 2**32 - 1), "v_cvt_i32_f32": whole(-(2**31), 2**31 - 1),
-    "v_cvt_f32_f16": lambda a: a, "v_cvt_f16_f32": fp16_bits,
+    "v_cvt_f32_u32": float,
+    "v_cvt_f32_i32": lambda a: float(i32(a)),
+    "v_cvt_u32_f32": whole(0, 2**32 - 1),
+    "v_cvt_i32_f32": whole(-(2**31), 2**31 - 1),
+    "v_cvt_f32_f16": lambda a: a,
+    "v_cvt_f16_f32": fp16_bits,
     "v_cvt_pk_bf16_f32": lambda a, b: bf16(a) | bf16(b) << 16,
     "v_cvt_pk_f16_f32": lambda a, b: fp16_bits(a) | fp16_bits(b) << 16,
     "v_cvt_pkrtz_f16_f32": lambda a, b: fp16_cut(a) | fp16_cut(b) << 16,
     **{f"v_cvt_f32_ubyte{n}": lambda a, n=n: float(a >> 8 * n & 255) for n in range(4)},
-    "v_add_f16": lambda a, b: fp16_bits(a + b), "v_sub_f16": lambda a, b: fp16_bits(a - b),
-    "v_mul_f16": lambda a, b: fp16_bits(a * b), "v_max_f16": lambda a, b: fp16_bits(larger(a, b)),
+    "v_add_f16": lambda a, b: fp16_bits(a + b),
+    "v_sub_f16": lambda a, b: fp16_bits(a - b),
+    "v_mul_f16": lambda a, b: fp16_bits(a * b),
+    "v_max_f16": lambda a, b: fp16_bits(larger(a, b)),
     "v_min_f16": lambda a, b: fp16_bits(smaller(a, b)),
-}  # fmt: skip
+}
 # Which NaN comes out, and the sign of the larger of two zeros, no program of ours asks.
 ONE_ULP = ("v_exp_f32", "v_log_f32", "v_rsq_f32")
 TEXT = {
@@ -226,7 +284,9 @@ def as_number(kind: str, bits: int) -> float | int:
 def text_of(op: str, shape: str) -> str:
     """The instruction with destination v0 and sources v2, v4, v6, in pairs where they are wide."""
     target, sources = shape.split(":")
-    names = [f"v[{n}:{n + 1}]" if kind == "q" else f"v{n}" for n, kind in zip((0, 2, 4, 6), target + sources, strict=False)]
+    names = [
+        f"v[{n}:{n + 1}]" if kind == "q" else f"v{n}" for n, kind in zip((0, 2, 4, 6), target + sources, strict=False)
+    ]
     return TEXT.get(op, f"{op} {', '.join(names)}")
 
 
@@ -237,8 +297,10 @@ def test_row(op: str) -> None:
     on, count, accumulators = lanes_off(w).ravel(), 8 * 64, 256 * ("accvgpr" in op)
     bits = [operands(kind, count, seed) for seed, kind in enumerate(sources)]
     if op == "v_perm_b32":
-        bits[2] = [int.from_bytes(bytes(x % 15 if x % 15 < 8 else 12 + x % 2 for x in v.to_bytes(4, "little")), "little")
-                   for v in bits[2]]  # fmt: skip
+        bits[2] = [
+            int.from_bytes(bytes(x % 15 if x % 15 < 8 else 12 + x % 2 for x in v.to_bytes(4, "little")), "little")
+            for v in bits[2]
+        ]
     for place, column in zip((2, 4, 6), bits, strict=False):
         for offset in (0, accumulators):
             w.v[place + offset][...] = np.array([b & 0xFFFFFFFF for b in column], np.uint32).reshape(8, 64)
@@ -266,9 +328,13 @@ def same(op: str, kind: str, found: int, expected: float | int, numbers: list[fl
         if any(is_nan16(int(expected) >> at, "bf16" in op) for at in halves):
             assert any(map(math.isnan, numbers)), (op, numbers)
             return
-        assert found == int(expected) % 2 ** (64 if kind == "q" else 32) or "f16" in op and nan_pair(found, int(expected)), (
-            op, numbers, hex(found),
-        )  # fmt: skip
+        assert found == int(expected) % 2 ** (64 if kind == "q" else 32) or (
+            "f16" in op and nan_pair(found, int(expected))
+        ), (
+            op,
+            numbers,
+            hex(found),
+        )
         return
     value, expected = struct.unpack("<f", found.to_bytes(4, "little"))[0], fp32(expected)
     if math.isnan(expected):

@@ -26,7 +26,7 @@ def place_of_a(m: int, k: int, row: int, column: int) -> tuple[int, int]:
 
 
 def place_of_d(m: int, row: int, column: int) -> tuple[int, int]:
-    """(lane, register) that holds D[row, column]: lanes are columns; four rows in four registers, then the next lanes."""
+    """(lane, register) that holds D[row, column]: lanes are columns; four rows in four registers, then other lanes."""
     group, within = divmod(row, 4)
     lane_groups = 64 // m
     return group % lane_groups * m + column, group // lane_groups * 4 + within

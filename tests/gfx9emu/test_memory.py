@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.gfx9emu.assembler import execute, front, lanes_off
-from tests.gfx9emu.faults import Fault
+from tests.gfx9emu.faults import FaultError
 from tests.gfx9emu.front import M0, Front
 from tests.gfx9emu.machine import Machine
 from tests.gfx9emu.memory import LDS, Memory
@@ -88,13 +88,13 @@ def test_global_faults_name_the_buffer() -> None:
     m, start = machine(100)
     w = front(1)
     addresses(w, start + 4 * LANE[None])
-    with pytest.raises(Fault, match=r"global store out of bounds: byte 100 of buffer \(100 bytes\)"):
+    with pytest.raises(FaultError, match=r"global store out of bounds: byte 100 of buffer \(100 bytes\)"):
         execute("global_store_dword v[0:1], v4, off", w, m)
     addresses(w, np.full((1, 64), start + 4))
-    with pytest.raises(Fault, match="global load of bytes that nobody wrote: byte 4 of buffer"):
+    with pytest.raises(FaultError, match="global load of bytes that nobody wrote: byte 4 of buffer"):
         execute("global_load_dword v4, v[0:1], off", w, m)
     addresses(w, np.full((1, 64), 64))
-    with pytest.raises(Fault, match="far out of bounds"):
+    with pytest.raises(FaultError, match="far out of bounds"):
         execute("global_load_dword v4, v[0:1], off", w, m)
 
 
@@ -115,16 +115,16 @@ def test_workgroups_that_meet_in_global_memory(unit: int) -> None:
     execute(f"global_store_{name} v[0:1], v4, off", place(0, 0), m)
     execute(f"global_store_{name} v[0:1], v4, off", place(1, 64), m)
     execute(f"global_load_{load} v5, v[0:1], off", place(0, 0), m)
-    with pytest.raises(Fault, match="workgroup 2 reads what another workgroup wrote of the same launch"):
+    with pytest.raises(FaultError, match="workgroup 2 reads what another workgroup wrote of the same launch"):
         execute(f"global_load_{load} v5, v[0:1], off", place(2, 127), m)
-    with pytest.raises(Fault, match="workgroup 1 overwrites what another workgroup read"):
+    with pytest.raises(FaultError, match="workgroup 1 overwrites what another workgroup read"):
         execute(f"global_store_{name} v[0:1], v4, off", place(1, 63), m)
-    with pytest.raises(Fault, match="workgroup 3 overwrites what another workgroup wrote"):
+    with pytest.raises(FaultError, match="workgroup 3 overwrites what another workgroup wrote"):
         execute(f"global_store_{name} v[0:1], v4, off", place(3, 127), m)
     m.memory.conflicts.forget()
     execute(f"global_store_{name} v[0:1], v4, off", place(3, 127), m)
     both = Front.joined([place(0, 100), place(1, 100)])
-    with pytest.raises(Fault, match="overwrites what another workgroup wrote"):
+    with pytest.raises(FaultError, match="overwrites what another workgroup wrote"):
         execute(f"global_store_{name} v[0:1], v4, off", both, m)
 
 
@@ -142,11 +142,13 @@ def test_buffers_end_where_their_descriptor_says() -> None:
     execute("buffer_store_dword v4, v2, s[8:11], 0 offen", w, m)
     assert np.array_equal(m.memory.contents(start, 256).view(np.uint32)[:33], [5] * 32 + [data.view(np.uint32)[32]])
     w.s[9][...] |= 16 << 16
-    with pytest.raises(Fault, match="a buffer with a stride"):
+    with pytest.raises(FaultError, match="a buffer with a stride"):
         execute("buffer_load_dword v4, v2, s[8:11], 0 offen", w, m)
 
 
-@pytest.mark.parametrize("text", ["global_load_lds_dwordx4 v[0:1], off", "buffer_load_dwordx4 v2, s[8:11], 0 offen lds"])
+@pytest.mark.parametrize(
+    "text", ["global_load_lds_dwordx4 v[0:1], off", "buffer_load_dwordx4 v2, s[8:11], 0 offen lds"]
+)
 def test_loads_past_the_registers(text: str) -> None:
     data = octets(1024)
     m, start = machine(1024, data)
@@ -237,7 +239,7 @@ WRITE, READ = "ds_write_b32 v0, v4", "ds_read_b32 v5, v0"
     ("ds_write_b16 v0, v4", READ, "wave 1 reads what another wave wrote"),
 ])  # fmt: skip
 def test_lds_races(first: str, second: str, what: str) -> None:
-    with pytest.raises(Fault, match=f"LDS race: {what} in the same barrier interval"):
+    with pytest.raises(FaultError, match=f"LDS race: {what} in the same barrier interval"):
         race(first, second)
     race(first, second, barrier=True)
 
@@ -254,7 +256,7 @@ def test_waves_that_race_in_one_instruction() -> None:
     m, _ = machine(0)
     w = front(2)
     w.v[0][...], w.v[4][...] = 4 * LANE, np.array([1, 2])[:, None]
-    with pytest.raises(Fault, match="LDS race"):
+    with pytest.raises(FaultError, match="LDS race"):
         execute(WRITE, w, m)
 
 
@@ -266,7 +268,7 @@ def test_workgroups_have_lds_of_their_own() -> None:
     execute(WRITE, w, m)
     execute(READ, w, m)
     assert (w.v[5] == np.array([1, 2])[:, None]).all()
-    with pytest.raises(Fault, match="LDS access out of bounds: byte 256 and 3 more of 256"):
+    with pytest.raises(FaultError, match="LDS access out of bounds: byte 256 and 3 more of 256"):
         execute("ds_read_b32 v5, v0 offset:4", w, m)
 
 
@@ -274,7 +276,7 @@ def test_lds_that_nobody_wrote() -> None:
     m, _ = machine(0)
     w = front(1)
     w.v[0][...] = 4 * LANE
-    with pytest.raises(Fault, match="LDS load of bytes that nobody wrote: byte 0 of workgroup 0"):
+    with pytest.raises(FaultError, match="LDS load of bytes that nobody wrote: byte 0 of workgroup 0"):
         execute(READ, w, m)
 
 
@@ -314,5 +316,5 @@ def test_scratch_is_each_lane_s_own() -> None:
     execute("scratch_store_dwordx2 v1, v[2:3], s4 offset:16", w)
     execute("scratch_load_dword v5, off, s4 offset:28", w)
     assert np.array_equal(w.v[5][on], (LANE + 100 * w.wave[:, None])[on])
-    with pytest.raises(Fault, match="scratch access out of bounds"):
+    with pytest.raises(FaultError, match="scratch access out of bounds"):
         execute("scratch_load_dword v5, v1, off offset:56", w)

@@ -44,42 +44,56 @@ def field(x: int, where: int, width: int, is_signed: bool) -> int:
 
 
 REFERENCE: dict[str, Callable] = {
-    "s_add_u32": carry(lambda a, b: a + b), "s_sub_u32": carry(lambda a, b: a - b),
-    "s_add_i32": fits(lambda a, b: i32(a) + i32(b)), "s_sub_i32": fits(lambda a, b: i32(a) - i32(b)),
+    "s_add_u32": carry(lambda a, b: a + b),
+    "s_sub_u32": carry(lambda a, b: a - b),
+    "s_add_i32": fits(lambda a, b: i32(a) + i32(b)),
+    "s_sub_i32": fits(lambda a, b: i32(a) - i32(b)),
     "s_min_i32": lambda a, b: (min(a, b, key=i32), i32(a) <= i32(b)),
     "s_max_i32": lambda a, b: (max(a, b, key=i32), i32(a) >= i32(b)),
-    "s_min_u32": lambda a, b: (min(a, b), a <= b), "s_max_u32": lambda a, b: (max(a, b), a >= b),
+    "s_min_u32": lambda a, b: (min(a, b), a <= b),
+    "s_max_u32": lambda a, b: (max(a, b), a >= b),
     "s_abs_i32": with_flag(lambda a: abs(i32(a))),
-    "s_bfe_u32": with_flag(lambda a, b: field(a, b, 32, False)), "s_bfe_i32": with_flag(lambda a, b: field(a, b, 32, True)),
+    "s_bfe_u32": with_flag(lambda a, b: field(a, b, 32, False)),
+    "s_bfe_i32": with_flag(lambda a, b: field(a, b, 32, True)),
     "s_bfe_u64": with_flag(lambda a, b: field(a, b, 64, False), width=64),
     "s_bfe_i64": with_flag(lambda a, b: field(a, b, 64, True), width=64),
-    "s_bcnt1_i32_b32": with_flag(int.bit_count), "s_bcnt1_i32_b64": with_flag(int.bit_count),
+    "s_bcnt1_i32_b32": with_flag(int.bit_count),
+    "s_bcnt1_i32_b64": with_flag(int.bit_count),
     **{f"s_lshl{n}_add_u32": carry(lambda a, b, n=n: (a << n) + b) for n in (1, 2, 3, 4)},
-    "s_mov_b32": lambda a: a, "s_mov_b64": lambda a: a,
-    "s_mul_i32": lambda a, b: a * b % 2**32, "s_mul_hi_u32": lambda a, b: a * b >> 32,
+    "s_mov_b32": lambda a: a,
+    "s_mov_b64": lambda a: a,
+    "s_mul_i32": lambda a, b: a * b % 2**32,
+    "s_mul_hi_u32": lambda a, b: a * b >> 32,
     "s_mul_hi_i32": lambda a, b: (i32(a) * i32(b) >> 32) % 2**32,
     "s_brev_b32": lambda a: int(f"{a:032b}"[::-1], 2),
     **dict.fromkeys(("s_ff1_i32_b32", "s_ff1_i32_b64"), lambda a: ((a & -a).bit_length() - 1) % 2**32),
-    "s_sext_i32_i8": lambda a: signed(a, 8) % 2**32, "s_sext_i32_i16": lambda a: signed(a, 16) % 2**32,
-}  # fmt: skip
+    "s_sext_i32_i8": lambda a: signed(a, 8) % 2**32,
+    "s_sext_i32_i16": lambda a: signed(a, 16) % 2**32,
+}
 for _w in (32, 64):
     REFERENCE |= {
-        f"s_and_b{_w}": with_flag(lambda a, b: a & b, width=_w), f"s_or_b{_w}": with_flag(lambda a, b: a | b, width=_w),
-        f"s_xor_b{_w}": with_flag(lambda a, b: a ^ b, width=_w), f"s_not_b{_w}": with_flag(lambda a: ~a, width=_w),
-        f"s_andn2_b{_w}": with_flag(lambda a, b: a & ~b, width=_w), f"s_orn2_b{_w}": with_flag(lambda a, b: a | ~b, width=_w),
-        f"s_nand_b{_w}": with_flag(lambda a, b: ~(a & b), width=_w), f"s_nor_b{_w}": with_flag(lambda a, b: ~(a | b), width=_w),
+        f"s_and_b{_w}": with_flag(lambda a, b: a & b, width=_w),
+        f"s_or_b{_w}": with_flag(lambda a, b: a | b, width=_w),
+        f"s_xor_b{_w}": with_flag(lambda a, b: a ^ b, width=_w),
+        f"s_not_b{_w}": with_flag(lambda a: ~a, width=_w),
+        f"s_andn2_b{_w}": with_flag(lambda a, b: a & ~b, width=_w),
+        f"s_orn2_b{_w}": with_flag(lambda a, b: a | ~b, width=_w),
+        f"s_nand_b{_w}": with_flag(lambda a, b: ~(a & b), width=_w),
+        f"s_nor_b{_w}": with_flag(lambda a, b: ~(a | b), width=_w),
         f"s_xnor_b{_w}": with_flag(lambda a, b: ~(a ^ b), width=_w),
         f"s_lshl_b{_w}": with_flag(lambda a, b, w=_w: a << b % w, width=_w),
         f"s_lshr_b{_w}": with_flag(lambda a, b, w=_w: a >> b % w, width=_w),
         f"s_ashr_i{_w}": with_flag(lambda a, b, w=_w: signed(a, w) >> b % w, width=_w),
-    }  # fmt: skip
+    }
 
 
 def numbers(count: int, width: int, seed: int) -> list[int]:
     random = np.random.default_rng(seed)
     edges = EDGES if width == 32 else [*EDGES, 2**63, 2**64 - 1, 2**32]
-    return [edges[i % len(edges)] if i < 170 else int(random.integers(2**width, dtype=np.uint64))
-            for i in random.permutation(count)]  # fmt: skip
+    return [
+        edges[i % len(edges)] if i < 170 else int(random.integers(2**width, dtype=np.uint64))
+        for i in random.permutation(count)
+    ]
 
 
 def put(w, first: int, values: list[int]) -> None:  # type: ignore[no-untyped-def]
@@ -124,7 +138,14 @@ def test_row(op: str) -> None:
 def test_comparisons(name: str, number: str) -> None:
     if number == "u64" and name not in ("eq", "lg"):
         return
-    compare = {"eq": int.__eq__, "lg": int.__ne__, "lt": int.__lt__, "le": int.__le__, "gt": int.__gt__, "ge": int.__ge__}
+    compare = {
+        "eq": int.__eq__,
+        "lg": int.__ne__,
+        "lt": int.__lt__,
+        "le": int.__le__,
+        "gt": int.__gt__,
+        "ge": int.__ge__,
+    }
     w, width = front(WAVES), 64 if number == "u64" else 32
     a, b = numbers(WAVES, width, 0), numbers(WAVES, width, 1)
     put(w, 4, a)
@@ -144,8 +165,14 @@ def test_save_exec(op: str) -> None:
     w.s64[EXEC // 2][...] = old
     put(w, 4, given)
     execute(f"s_{op}_saveexec_b64 s[2:3], s[4:5]", w)
-    rule = {"and": lambda x, o: x & o, "or": lambda x, o: x | o, "xor": lambda x, o: x ^ o, "andn2": lambda x, o: x & ~o,
-            "andn1": lambda x, o: ~x & o, "orn2": lambda x, o: x | ~o}[op]  # fmt: skip
+    rule = {
+        "and": lambda x, o: x & o,
+        "or": lambda x, o: x | o,
+        "xor": lambda x, o: x ^ o,
+        "andn2": lambda x, o: x & ~o,
+        "andn1": lambda x, o: ~x & o,
+        "orn2": lambda x, o: x | ~o,
+    }[op]
     new = [rule(x, o) % 2**64 for x, o in zip(given, old, strict=True)]
     assert pair(w, 2, 64) == old and w.s64[EXEC // 2].tolist() == new and w.scc.tolist() == [n != 0 for n in new]
     assert [sum(row) for row in w.active.tolist()] == [n.bit_count() for n in new]
@@ -174,7 +201,10 @@ def test_what_scc_decides() -> None:
     assert run("s_addk_i32 s2, 0x1", False, 2**31 - 1) == (2**31, True)
     assert run("s_mulk_i32 s2, 0xfffe", False, 3)[0] == 2**32 - 6
     assert run("s_bitcmp0_b32 s4, 5", False, 0, 32)[1] is False and run("s_bitcmp1_b32 s4, 5", False, 0, 32)[1] is True
-    assert run("s_bitcmp1_b64 s[4:5], 40", False, 0, 1 << 40)[1] and not run("s_bitcmp0_b64 s[4:5], 40", True, 0, 1 << 40)[1]
+    assert (
+        run("s_bitcmp1_b64 s[4:5], 40", False, 0, 1 << 40)[1]
+        and not run("s_bitcmp0_b64 s[4:5], 40", True, 0, 1 << 40)[1]
+    )
     assert tested == set(SPECIAL)
 
 
@@ -184,10 +214,14 @@ def test_conditions_of_branches() -> None:
     w.s64[VCC // 2][...], w.s64[EXEC // 2][...] = [0, 9], [1, 0]
     said = {name: condition(w).tolist() for name, condition in CONDITIONS.items()}
     assert said == {
-        "s_branch": [True, True], "s_cbranch_scc0": [False, True], "s_cbranch_scc1": [True, False],
-        "s_cbranch_vccz": [True, False], "s_cbranch_vccnz": [False, True], "s_cbranch_execz": [False, True],
+        "s_branch": [True, True],
+        "s_cbranch_scc0": [False, True],
+        "s_cbranch_scc1": [True, False],
+        "s_cbranch_vccz": [True, False],
+        "s_cbranch_vccnz": [False, True],
+        "s_cbranch_execz": [False, True],
         "s_cbranch_execnz": [True, False],
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.gfx9emu.arithmetic import COMPARISONS, PACKED
 from tests.gfx9emu.assembler import execute, front, lanes_off
-from tests.gfx9emu.faults import Fault
+from tests.gfx9emu.faults import FaultError
 from tests.gfx9emu.front import POISON, VCC, Front
 from tests.gfx9emu.lanes import PATTERNS
 from tests.gfx9emu.vector import SPECIAL
@@ -48,11 +48,23 @@ def test_compare(name: str, number: str) -> None:
         return
     w = front()
     on, a, b = lanes_off(w), words(0, w) % 5 - 2, words(1, w) % 5 - 2
-    rule = {"eq": lambda x, y: x == y, "ne": lambda x, y: x != y, "lt": lambda x, y: x < y, "le": lambda x, y: x <= y,
-            "gt": lambda x, y: x > y, "ge": lambda x, y: x >= y, "lg": lambda x, y: x < y or x > y,
-            "neq": lambda x, y: x != y, "o": lambda x, y: x == x and y == y, "u": lambda x, y: x != x or y != y,
-            "nlg": lambda x, y: not (x < y or x > y), "nlt": lambda x, y: not x < y, "nle": lambda x, y: not x <= y,
-            "ngt": lambda x, y: not x > y, "nge": lambda x, y: not x >= y}[name]  # fmt: skip
+    rule = {
+        "eq": lambda x, y: x == y,
+        "ne": lambda x, y: x != y,
+        "lt": lambda x, y: x < y,
+        "le": lambda x, y: x <= y,
+        "gt": lambda x, y: x > y,
+        "ge": lambda x, y: x >= y,
+        "lg": lambda x, y: x < y or x > y,
+        "neq": lambda x, y: x != y,
+        "o": lambda x, y: x == x and y == y,
+        "u": lambda x, y: x != x or y != y,
+        "nlg": lambda x, y: not (x < y or x > y),
+        "nlt": lambda x, y: not x < y,
+        "nle": lambda x, y: not x <= y,
+        "ngt": lambda x, y: not x > y,
+        "nge": lambda x, y: not x >= y,
+    }[name]
     if number == "f32":
         a, b = (np.where(x == 2, np.float32(np.nan), x.astype(np.float32)).view(np.uint32) for x in (a, b))
     for row, x in ((2, a), (4, b)):
@@ -60,11 +72,18 @@ def test_compare(name: str, number: str) -> None:
         w.v[row + 1][...] = (x.view(np.int32) >> 31).view(np.uint32)
     wide = "64" in number
     execute(f"v_cmp_{name}_{number} s[8:9], " + ("v[2:3], v[4:5]" if wide else "v2, v4"), w)
-    as_number = {"f32": lambda x: x.view(np.float32), "i32": lambda x: x.view(np.int32), "u32": lambda x: x,
-                 "u16": lambda x: x & 0xFFFF, "i64": lambda x: x.view(np.int32),
-                 "u64": lambda x: x.view(np.int32).astype(np.int64).view(np.uint64)}[number]  # fmt: skip
-    expected = [[rule(x, y) for x, y in zip(*rows, strict=True)]
-                for rows in zip(as_number(a).tolist(), as_number(b).tolist(), strict=True)]  # fmt: skip
+    as_number = {
+        "f32": lambda x: x.view(np.float32),
+        "i32": lambda x: x.view(np.int32),
+        "u32": lambda x: x,
+        "u16": lambda x: x & 0xFFFF,
+        "i64": lambda x: x.view(np.int32),
+        "u64": lambda x: x.view(np.int32).astype(np.int64).view(np.uint64),
+    }[number]
+    expected = [
+        [rule(x, y) for x, y in zip(*rows, strict=True)]
+        for rows in zip(as_number(a).tolist(), as_number(b).tolist(), strict=True)
+    ]
     assert np.array_equal(w.lanes(w.s64[4]), np.array(expected) & on)
 
 
@@ -79,8 +98,11 @@ def test_packed(op: str) -> None:
     ones = ",".join(["1"] * (count - 1))
     # The result lies over the first source: both halves are read before either is written.
     execute(f"{op} v[2:3], {names} op_sel:[1,{ones.replace('1', '0')}] op_sel_hi:[0,{ones}] neg_lo:[0,{ones}]", w)
-    rule = {"v_pk_add_f32": lambda a, b: a + b, "v_pk_mul_f32": lambda a, b: a * b,
-            "v_pk_fma_f32": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32)}[op]  # fmt: skip
+    rule = {
+        "v_pk_add_f32": lambda a, b: a + b,
+        "v_pk_mul_f32": lambda a, b: a * b,
+        "v_pk_fma_f32": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
+    }[op]
     low, high = rule(x[1], -x[2], *[-x[4]][: count - 2]), rule(x[0], x[3], *[x[5]][: count - 2])
     assert np.array_equal(w.f[2], np.where(on, low, x[0])) and np.array_equal(w.f[3], np.where(on, high, x[1]))
 
@@ -166,18 +188,27 @@ def divided(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     w = front(len(numerator))
     w.f[1][...], w.f[2][...] = numerator, denominator
     for text in (
-        "v_div_scale_f32 v3, s[4:5], v2, v2, v1", "v_div_scale_f32 v4, vcc, v1, v2, v1", "v_rcp_f32_e32 v5, v3",
-        "v_fma_f32 v6, -v3, v5, 1.0", "v_fmac_f32_e32 v5, v6, v5", "v_mul_f32_e32 v6, v4, v5",
-        "v_fma_f32 v7, -v3, v6, v4", "v_fmac_f32_e32 v6, v7, v5", "v_fma_f32 v4, -v3, v6, v4",
-        "v_div_fmas_f32 v4, v4, v5, v6", "v_div_fixup_f32 v0, v4, v2, v1",
-    ):  # fmt: skip
+        "v_div_scale_f32 v3, s[4:5], v2, v2, v1",
+        "v_div_scale_f32 v4, vcc, v1, v2, v1",
+        "v_rcp_f32_e32 v5, v3",
+        "v_fma_f32 v6, -v3, v5, 1.0",
+        "v_fmac_f32_e32 v5, v6, v5",
+        "v_mul_f32_e32 v6, v4, v5",
+        "v_fma_f32 v7, -v3, v6, v4",
+        "v_fmac_f32_e32 v6, v7, v5",
+        "v_fma_f32 v4, -v3, v6, v4",
+        "v_div_fmas_f32 v4, v4, v5, v6",
+        "v_div_fixup_f32 v0, v4, v2, v1",
+    ):
         execute(text, w)
     return w.f[0]
 
 
 def test_division_is_rounded_as_ieee_does() -> None:
     random = np.random.default_rng(0)
-    special = np.array([0, -0.0, 1, -3, np.inf, -np.inf, np.nan, 3e38, 1e-38, 1e-44, 7e-45, 2.0**-126, 2.0**127], np.float32)
+    special = np.array(
+        [0, -0.0, 1, -3, np.inf, -np.inf, np.nan, 3e38, 1e-38, 1e-44, 7e-45, 2.0**-126, 2.0**127], np.float32
+    )
     a, b = (np.ldexp(random.normal(size=(8, 64)), random.integers(-140, 127, (8, 64))).astype(np.float32) for _ in "ab")
     a[0], b[0] = np.resize(special, 64), np.resize(np.repeat(special, 5), 64)
     a[1], b[1] = np.resize(special, 64), np.roll(np.resize(np.repeat(special, 5), 64), 29)
@@ -214,7 +245,7 @@ def test_rows_change_places(op: str) -> None:
     assert np.array_equal(w.v[0][0], np.where(odd, LANE + 64 - size, LANE))
     assert np.array_equal(w.v[1][0], np.where(odd, LANE + 64, LANE + size))
     lanes_off(w)
-    with pytest.raises(Fault, match="while some are off"):
+    with pytest.raises(FaultError, match="while some are off"):
         execute(f"{op} v0, v1", w)
 
 
@@ -229,12 +260,17 @@ def test_count_of_lanes_below() -> None:
 
 
 DPP = {
-    "quad_perm:[3,2,1,0]": lambda n: n // 4 * 4 + 3 - n % 4, "row_shr:3": lambda n: n - 3 if n % 16 >= 3 else None,
-    "row_shl:5": lambda n: n + 5 if n % 16 < 11 else None, "row_ror:4": lambda n: n // 16 * 16 + (n - 4) % 16,
-    "row_newbcast:7": lambda n: n // 16 * 16 + 7, "row_bcast:15": lambda n: n // 16 * 16 - 1 if n >= 16 else None,
-    "row_bcast:31": lambda n: n // 32 * 32 - 1 if n >= 32 else None, "row_mirror": lambda n: n // 16 * 16 + 15 - n % 16,
-    "row_half_mirror": lambda n: n // 8 * 8 + 7 - n % 8, "wave_shr:1": lambda n: n - 1 if n else None,
-}  # fmt: skip
+    "quad_perm:[3,2,1,0]": lambda n: n // 4 * 4 + 3 - n % 4,
+    "row_shr:3": lambda n: n - 3 if n % 16 >= 3 else None,
+    "row_shl:5": lambda n: n + 5 if n % 16 < 11 else None,
+    "row_ror:4": lambda n: n // 16 * 16 + (n - 4) % 16,
+    "row_newbcast:7": lambda n: n // 16 * 16 + 7,
+    "row_bcast:15": lambda n: n // 16 * 16 - 1 if n >= 16 else None,
+    "row_bcast:31": lambda n: n // 32 * 32 - 1 if n >= 32 else None,
+    "row_mirror": lambda n: n // 16 * 16 + 15 - n % 16,
+    "row_half_mirror": lambda n: n // 8 * 8 + 7 - n % 8,
+    "wave_shr:1": lambda n: n - 1 if n else None,
+}
 
 
 @pytest.mark.parametrize("zero", [False, True])
@@ -273,12 +309,19 @@ def test_operands_with_signs_and_constants() -> None:
     w = front(1)
     w.f[1][...], w.s[4][...] = -2.5, struct.unpack("<I", struct.pack("<f", 8.0))[0]
     for text, expected in (
-        ("v_add_f32_e64 v0, -|v1|, s4", 5.5), ("v_mul_f32_e64 v0, |v1|, -s4", -20.0), ("v_add_f32_e32 v0, 1.0, v1", -1.5),
-        ("v_mul_f32_e32 v0, 0x41200000, v1", -25.0), ("v_fma_f32 v0, v1, 0, neg(0)", -0.0), ("v_add_f32_e64 v0, v1, s4 clamp", 1.0),
+        ("v_add_f32_e64 v0, -|v1|, s4", 5.5),
+        ("v_mul_f32_e64 v0, |v1|, -s4", -20.0),
+        ("v_add_f32_e32 v0, 1.0, v1", -1.5),
+        ("v_mul_f32_e32 v0, 0x41200000, v1", -25.0),
+        ("v_fma_f32 v0, v1, 0, neg(0)", -0.0),
+        ("v_add_f32_e64 v0, v1, s4 clamp", 1.0),
         ("v_mul_f32_e32 v0, 0.15915494, v1", -2.5 * np.float32(1 / (2 * math.pi))),
-    ):  # fmt: skip
+    ):
         execute(text, w)
         assert w.f[0][0, 0] == np.float32(expected) and np.signbit(w.f[0][0, 0]) == np.signbit(expected), text
+    w.v[1][...] = 0x7777C100  # −2.5 in fp16
+    execute("v_cvt_f32_f16_e64 v0, |v1|", w)
+    assert (w.f[0] == 2.5).all()
     w.v[1][...] = 7
     execute("v_sub_u32_e64 v0, 3, v1 clamp", w)
     assert not w.v[0].any()
@@ -286,10 +329,12 @@ def test_operands_with_signs_and_constants() -> None:
     assert (w.v[0] == 0xFFFFFFFF).all()
 
 
-@pytest.mark.parametrize("text", ["v_sad_u32 v0, v1, v2, v3", "v_mul_f32_e64 v0, v1, v2 mul:2", "v_interp_mov_f32 v0, p0, attr0.x"])
+@pytest.mark.parametrize(
+    "text", ["v_sad_u32 v0, v1, v2, v3", "v_mul_f32_e64 v0, v1, v2 mul:2", "v_interp_mov_f32 v0, p0, attr0.x"]
+)
 def test_unknown_is_a_fault_with_its_text(text: str) -> None:
     chip = "gfx900" if "interp" in text else "gfx950"
-    with pytest.raises(Fault, match=rf"unknown .*{text.split()[0]}"):
+    with pytest.raises(FaultError, match=rf"unknown .*{text.split()[0]}"):
         execute(text, front(1), chip=chip)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from tests.gfx9emu import arithmetic, matrix
 from tests.gfx9emu.arithmetic import COMPARISONS, F16, F32, HALF, PACKED, TABLE, U16, U32, U64
 from tests.gfx9emu.decode import Instruction
-from tests.gfx9emu.faults import Fault
+from tests.gfx9emu.faults import FaultError
 from tests.gfx9emu.front import LANES, VCC, Front
 from tests.gfx9emu.lanes import Moved, moved_lanes, part_of_word, placed_in_word
 from tests.gfx9emu.machine import Machine
@@ -56,6 +56,7 @@ def source(ins: Instruction, number: int, kind: str, moved: Moved | None = None)
     text, selected = ins.args[number + 1], ins.take(f"src{number}_sel", "DWORD")
     if moved is None and selected == "DWORD" and kind != "h":
         return {"w": words, "f": floats, "q": pairs}[kind](text)
+    text, negated, magnitude = signs(text) if kind == "h" else (text, False, False)
     read = words(text) if kind != "f" else _bits(floats(text))
     if moved is not None:
         read = moved.reads(read)
@@ -64,7 +65,8 @@ def source(ins: Instruction, number: int, kind: str, moved: Moved | None = None)
     if kind == "f":
         return lambda w: read(w).view(F32)
     if kind == "h":
-        return lambda w: (read(w) & HALF).astype(U16).view(F16)
+        keep, flip = U16(0x7FFF if magnitude else 0xFFFF), U16(0x8000 if negated else 0)
+        return lambda w: ((read(w).astype(U16) & keep) ^ flip).view(F16)
     return read
 
 
@@ -310,7 +312,7 @@ def _swap_rows(ins: Instruction, a: str, b: str) -> Step:
 
     def step(w: Front) -> None:
         if not w.full:
-            raise Fault("lanes change places while some are off")
+            raise FaultError("lanes change places while some are off")
         pair_a, pair_b = (w.v[row].reshape(len(w), -1, 2, size) for row in (row_a, row_b))
         odd = pair_a[:, :, 1].copy()
         pair_a[:, :, 1] = pair_b[:, :, 0]

@@ -70,6 +70,32 @@ def test_gradients_with_rows_of_zero(case: Case, kinds: tuple[str | None, ...], 
     assert not out[3][dead].any()
 
 
+@pytest.mark.parametrize("delta", [0.0, DELTA])
+def test_with_the_other_options(delta: float, place: Place, always: None) -> None:
+    """Sequences, padded words, a softcap and a temperature for each token: as without a budget, within the bound."""
+    hidden, weight, target, _, grad = Sparse("policy", vocab=560).inputs(place.device)
+    temperature = torch.linspace(0.5, 1.5, 40, device=place.device).view(2, 20)
+    target = torch.where(target < 530, target, 3).view(2, 20)
+    leaves = [hidden.view(2, 20, -1).requires_grad_(), weight.requires_grad_()]
+
+    def grads(certificate: Tensor | None, **options: object) -> tuple[Tensor, ...]:
+        more = {} if certificate is None else {"gradient_budget": delta, "certificate": certificate}
+        settings = {"vocab_size": 530, "softcap": 40.0, "temperature": temperature, **more, **options}
+        out = fusedce.linear_logprob(*leaves, target, **settings)
+        return torch.autograd.grad(
+            out.logprob, leaves if certificate is None else [*leaves, certificate], grad.view(2, 20)
+        )
+
+    expected = grads(None, backend="eager")
+    *ours, said = grads(torch.zeros(4, device=place.device, requires_grad=True), backend=place.backend)
+    assert said[2] == (delta > 0)
+    for out, gold, norm in zip(ours, expected, (1.0, hidden.norm(dim=1).max()), strict=True):
+        missed = (out - gold).flatten(0, -2).norm(dim=1).sum()
+        assert missed <= said[0] * norm + 3e-6 * said[1] * norm
+        assert (missed > 1e-5 * said[1] * norm) == (delta > 0)
+    assert not ours[1][530:].any()
+
+
 def test_no_row_at_all_and_no_row_with_a_gradient(place: Place) -> None:
     for rows in (0, 40):
         hidden, weight, target, bias = Case(rows, 300, 8, has_bias=True).inputs(place.device)

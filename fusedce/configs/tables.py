@@ -5,8 +5,8 @@ pass), linear_ce_dlogits (its gradient), all again with a bias or a softcap, for
 left (a lane would hold the bias of 64 words); linear_ce_d_hidden and linear_ce_d_weight (products over as many rows as
 the device says), linear_ce_pairs, again with options, and linear_ce_pair_weight (over gathered rows); moe_gate_up (half
 its columns gate, half up), moe_rows (down projection, gradients of activation and hidden), moe_wgrad (weights), all
-again for few rows an expert. The first two have the same block_m, a multiple of the third's block_k: the rows of an
-expert are padded to it.
+again for few rows an expert, and moe_wgrad_add (weights, added to what is there). The first two have the same block_m,
+a multiple of the others' block_k: the rows of an expert are padded to it.
 """
 
 from dataclasses import replace
@@ -43,6 +43,8 @@ _SM_90 = {
     "moe_gate_up": _EXPERTS,
     "moe_rows": _EXPERTS,
     "moe_wgrad": _EXPERTS,
+    # Reads what it adds to, in fp32: a tile twice as wide spills.
+    "moe_wgrad_add": GemmTile(128, 128, 64, num_warps=8, num_stages=4, tma=True),
     **_FEW,
 }
 # Untried: the widest tiles that spill nothing.

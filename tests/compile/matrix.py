@@ -110,7 +110,8 @@ def cases() -> list[Case]:
     matrix = []
     for name in kernel_modules():
         module = Case(name, "bf16", "sm_90", "off").source
-        settings = ["off"] + ["on"] * bool(options_of(module)) + ["rest"] * hasattr(module, "STAGE_WITH_OPTIONS")
+        settings = ["off"] + ["on"] * bool(options_of(module))
+        settings += ["rest"] * (hasattr(module, "STAGE_WITH_OPTIONS") and "has_bias" in options_of(module))
         settings += ["few"] * hasattr(module, "STAGE_FEW")
         matrix += [Case(name, "bf16", target, options) for options in settings for target in TARGETS]
         for dtype in ("fp16", "fp32"):

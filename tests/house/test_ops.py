@@ -94,6 +94,17 @@ def test_tile_fits(stage: str, arch, itemsize: int) -> None:
     assert fits(tile_for(stage, arch, itemsize), arch, itemsize) is None
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
+@pytest.mark.parametrize("few", ["", "_few"])
+def test_the_experts_pad_rows_alike_in_every_stage(few: str, arch, itemsize: int) -> None:
+    """One GEMM writes the rows that the next one reads, in tiles of as many."""
+    gate_up, rows = (tile_for(f"moe_{stage}{few}", arch, itemsize) for stage in ("gate_up", "rows"))
+    assert gate_up.block_m == rows.block_m
+    for stage in ("moe_wgrad_few",) if few else ("moe_wgrad", "moe_wgrad_add"):
+        assert rows.block_m % tile_for(stage, arch, itemsize).block_k == 0
+
+
 def test_a_tile_that_does_not_fit_is_told() -> None:
     arch = ARCHS["gfx942"]
     assert "threads" in fits(GemmTile(64, 64, 32, num_warps=32, num_stages=1), arch, 2)

@@ -10,7 +10,7 @@ from fusedce.triton.common import describable, dot, grouped_order, launch_option
 from fusedce.triton.moe.run import Run
 from fusedce.triton.moe.tile_table import RowTiles
 
-STAGE, STAGE_FEW = "moe_wgrad", "moe_wgrad_few"
+STAGE, STAGE_WITH_OPTIONS, STAGE_FEW = "moe_wgrad", "moe_wgrad_add", "moe_wgrad_few"
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def _launch(left: Tensor, right: Tensor, tiles: RowTiles, run: Run, out: Tensor,
         _launch(right, left, tiles, run, out.mT, add=add)
         return out
     num_experts, height, width = out.shape
-    tile = run.tile(STAGE, STAGE_FEW, describable(left) and describable(right))
+    tile = run.tile(STAGE_WITH_OPTIONS if add else STAGE, STAGE_FEW, describable(left) and describable(right))
     stores = tile.tma and not add and describable(out)
     grid = (num_experts * triton.cdiv(height, tile.block_m) * triton.cdiv(width, tile.block_n),)
     with torch.cuda.device_of(left):

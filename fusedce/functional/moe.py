@@ -55,10 +55,10 @@ def moe_experts(
         backend: "auto", "eager", "triton" or "native".
 
     Returns:
-        rows (N·K, D) in hidden's dtype, sorted by expert, each already times its routing weight, or with combine
-        (N, D); differentiable in hidden, the weights, the biases and top_k_weights. An expert without rows gets
-        gradients that are exactly 0. Rows past plan.offsets[E], which serve no slot, are 0. Double backward raises
-        RuntimeError.
+        rows (R, D) in hidden's dtype, R that of plan.row_slot, sorted by expert, each already times its routing weight,
+        or with combine (N, D); differentiable in hidden, the weights, the biases and top_k_weights. An expert without
+        rows gets gradients that are exactly 0. Rows past plan.offsets[E], which serve no slot, are 0. Double backward
+        raises RuntimeError.
 
     Raises:
         TypeError, ValueError: a wrong kind, dtype, device, shape or value, naming the argument.
@@ -122,7 +122,7 @@ def moe_dispatch(hidden: Tensor, plan: MoEPlan, *, backend: str = "auto") -> Ten
         backend: "auto", "eager", "triton" or "native".
 
     Returns:
-        rows (N·K, D), differentiable in hidden; rows that serve no slot are 0.
+        rows (R, D), differentiable in hidden; rows that serve no slot are 0.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `moe_experts`.
@@ -141,7 +141,7 @@ def moe_combine(rows: Tensor, plan: MoEPlan, *, backend: str = "auto") -> Tensor
     """The sum of each token's K rows: out[n] = Σ_k rows[plan.slot_row[n, k]]. Its gradient is `moe_dispatch`.
 
     Args:
-        rows: (N·K, D), any float dtype and strides.
+        rows: (R, D), any float dtype and strides.
         plan: the `moe_plan` of the routing. Its values are trusted.
         backend: "auto", "eager", "triton" or "native".
 
@@ -157,7 +157,7 @@ def moe_combine(rows: Tensor, plan: MoEPlan, *, backend: str = "auto") -> Tensor
     op = "moe_combine"
     _check_plan(op, plan)
     checks.tensor(op, "rows", rows, checks.FLOATS)
-    checks.shape(op, "rows", rows, (plan.row_slot.shape[0], None), "(N·K, D)")
+    checks.shape(op, "rows", rows, (plan.row_slot.shape[0], None), "(R, D)")
     checks.same_device(op, rows=rows, plan=plan.offsets)
     return torch.ops.fusedce.moe_combine(rows, plan.row_slot, plan.slot_row, backend=backend)
 
@@ -166,5 +166,7 @@ def _check_plan(op: str, plan: MoEPlan) -> None:
     if not isinstance(plan, MoEPlan):
         raise TypeError(f"fusedce.{op}: argument 'plan' has {checks.describe(plan)}; expected a MoEPlan")
     num_tokens, top_k = plan.slot_row.shape
-    checks.shape(op, "plan.row_slot", plan.row_slot, (num_tokens * top_k,), "(N·K,)")
+    checks.shape(op, "plan.row_slot", plan.row_slot, (None,), "(R,)")
+    if plan.row_slot.shape[0] > num_tokens * top_k:
+        raise ValueError(checks.wrong(op, "plan.row_slot", plan.row_slot, f"at most N·K = {num_tokens * top_k} rows"))
     checks.shape(op, "plan.offsets", plan.offsets, (None,), "(E + 1,)")

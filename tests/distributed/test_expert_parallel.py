@@ -1,0 +1,59 @@
+"""The experts over 1, 2 and 4 ranks against one rank's layer in fp64: values and every gradient, by every dispatcher."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusedce.distributed import expert_parallel_moe, expert_plan
+from fusedce.distributed.dispatchers import DISPATCHERS
+from tests.distributed.expert_cases import EVEN, FIRST_HAS_ALL, NAMES, ONE_HAS_NONE, UNEVEN, Problem
+from tests.distributed.processes import run
+from tests.moe_cases import Case
+from tests.paired import assert_bites, assert_close
+
+PROBLEMS = [
+    Problem(Case(29, 7, 5, 8, 6), EVEN),  # more experts a token than ranks
+    Problem(Case(24, 8, 3, 4, 1), UNEVEN, "expanded"),  # fewer
+    Problem(Case(41, 16, 9, 8, 3, torch.bfloat16), UNEVEN),
+    Problem(Case(18, 6, 4, 4, 2), ONE_HAS_NONE),
+    Problem(Case(18, 6, 4, 4, 3, loads="one"), FIRST_HAS_ALL, "transposed"),
+    Problem(Case(30, 5, 4, 8, 2, loads="half"), EVEN),  # the upper ranks receive nothing
+    Problem(Case(1, 4, 3, 4, 4), EVEN),
+    Problem(Case(0, 4, 3, 4, 2), EVEN),
+]
+CHUNKS = (1, 2, 5)
+
+
+def check_ranks(device: str) -> None:
+    """All problems, dispatchers and chunk counts on this rank."""
+    for problem in PROBLEMS:
+        gold, twin = problem.references(device)
+        for name, g, t in zip(NAMES, gold, twin, strict=True):
+            if g.count_nonzero() and len(g) > 1:
+                assert_bites(g, t, f"{problem} {name}")
+        for dispatcher in DISPATCHERS:
+            for num_chunks in CHUNKS:
+                out = problem.ours(dispatcher, num_chunks, device)
+                again = problem.ours(dispatcher, num_chunks, device)
+                for name, o, g, t, a in zip(NAMES, out, gold, twin, again, strict=True):
+                    told = f"{problem} {dispatcher} {num_chunks} {name}"
+                    assert_close(o, g, t, told)
+                    assert torch.equal(o, a), f"{told} differs when repeated"
+    check_no_grad(device)
+
+
+def check_no_grad(device: str) -> None:
+    """Without gradients two chunks' rows are all that is held, and the result is the same."""
+    problem = PROBLEMS[0]
+    hidden, gate_up, down, weights, index = problem.local(problem.inputs(device))
+    for dispatcher in DISPATCHERS:
+        plan = expert_plan(hidden, index, 8, dispatcher=dispatcher, num_chunks=5)
+        with torch.no_grad():
+            out = expert_parallel_moe(hidden, gate_up, down, weights, plan)
+        kept = expert_parallel_moe(hidden.clone().requires_grad_(), gate_up, down, weights, plan)
+        assert torch.equal(out, kept) and not out.requires_grad
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_mo_a04_a06_a09_a15_ranks_agree_with_one(num_ranks: int) -> None:
+    run(__name__, "check_ranks", num_ranks)

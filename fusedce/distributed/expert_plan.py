@@ -55,7 +55,6 @@ class ExpertPlan:
     dispatcher: str
     reason: str
     sizes: tuple[int, int]
-    dtype: torch.dtype
     num_experts: int
 
     @property
@@ -218,7 +217,7 @@ class _Request:
             of_chunks = _rows_of_chunks(plans, served)[whole.row_slot.long()]
         return ExpertPlan(
             self.top_k_index, chunks, route, whole, of_chunks, self.name, self.reason,
-            (hidden.shape[0], hidden.shape[1]), hidden.dtype, self.num_experts,
+            (hidden.shape[0], hidden.shape[1]), self.num_experts,
         )  # fmt: skip
 
     @property

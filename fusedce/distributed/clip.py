@@ -63,7 +63,7 @@ def clip_grad_norm_(
 
 
 def _sum_of_squares(parameters: list[Tensor]) -> Tensor:
-    """() over whole gradients: the parts of those that are sharded are summed over their mesh, replicas counted once."""
+    """() over whole gradients: parts of those that are sharded are summed over their mesh, replicas counted once."""
     squares: dict[tuple[Any, tuple[int, ...]], Tensor] = {}
     total = torch.zeros((), device=local_part(parameters[0]).device if parameters else None)
     for parameter in parameters:

@@ -24,7 +24,7 @@ class Transfer:
     work: dist.Work
 
     def wait(self) -> Tensor:
-        """The rows, for what is queued from here on: a GPU's stream waits, the host does not. On a CPU the host waits."""
+        """The rows, for what is queued from here on: a GPU's stream waits, not the host. On a CPU the host does."""
         self.work.wait()
         return self.rows
 

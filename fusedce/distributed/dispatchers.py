@@ -44,7 +44,7 @@ DISPATCHERS = {
     "deduplicated": Dispatcher(
         True,
         False,
-        # of each other rank, the chance that one of K experts is there: drawn with replacement, which overstates it a bit
+        # each other rank, if one of K experts is there; drawn with replacement, which understates it a little
         lambda ranks, top_k: (ranks - 1) * (1 - (1 - 1 / ranks) ** top_k),
         "one row for each rank that has experts of the token",
     ),

@@ -57,7 +57,7 @@ class Counts:
 def exchange_counts(header: Header, rows: Tensor | None, slots: Tensor | None, group: dist.ProcessGroup) -> Counts:
     """Tell the ranks the header and this rank's (C, R) counts, and learn theirs. One all-to-all, one copy to the host.
 
-    Raises ValueError on every rank where a rank refused its arguments or the ranks do not agree; but a rank that refused
+    Raises ValueError on every rank where a rank refused its arguments or the ranks do not agree; a rank that refused
     has its own error to raise.
     """
     num_ranks, num_fields = group.size(), len(NAMES)
@@ -74,15 +74,14 @@ def exchange_counts(header: Header, rows: Tensor | None, slots: Tensor | None, g
     both = on_host(torch.cat((sent, received)))
     headers = [Header(*row[:num_fields]) for row in both[num_ranks:]]
     check_headers(headers)
-    tables = [
-        tuple(
-            tuple(row[num_fields + kind * MAX_CHUNKS + chunk] for row in half)
-            for chunk in range(headers[0].num_chunks)
-        )
-        for kind in range(2)
-        for half in (both[:num_ranks], both[num_ranks:])
-    ]
-    return Counts(*tables, tuple(each.num_tokens for each in headers))
+
+    def table(half: list[list[int]], kind: int) -> Table:
+        first = num_fields + kind * MAX_CHUNKS
+        return tuple(tuple(row[first + chunk] for row in half) for chunk in range(headers[0].num_chunks))
+
+    mine, theirs = both[:num_ranks], both[num_ranks:]
+    num_tokens = tuple(each.num_tokens for each in headers)
+    return Counts(table(mine, 0), table(theirs, 0), table(mine, 1), table(theirs, 1), num_tokens)
 
 
 def check_headers(headers: list[Header]) -> None:

@@ -16,8 +16,8 @@ def new_expert_group(num_ranks: int, *, backend: str | None = None, max_blocks: 
     """The group of this rank among the blocks [0, R), [R, 2R), … of all ranks; a collective call of all ranks.
 
     With NCCL or RCCL its stream has high priority, so that a transfer that could start is not queued behind the kernels
-    of a chunk, and a collective takes at most max_blocks thread blocks. It must be no group that FSDP or data parallelism
-    uses: collectives of a group run one after the other.
+    of a chunk, and a collective takes at most max_blocks thread blocks. It must be no group that FSDP or data
+    parallelism uses: collectives of a group run one after the other.
 
     Args:
         num_ranks: R, a divisor of the number of all ranks.

@@ -20,8 +20,10 @@ from fusedce import checks, flags
 from fusedce.distributed.collectives import Transfer, local_part, start_all_gather, start_all_to_all
 from fusedce.distributed.dispatchers import DISPATCHERS
 from fusedce.distributed.expert_plan import ExpertChunk, ExpertPlan
+from fusedce.distributed.local_experts import LocalWeights
 from fusedce.functional.autocast import autocast
-from fusedce.options import MoEPlan
+from fusedce.functional.moe import check_experts
+from fusedce.options import ExpertOptions
 
 __all__ = ["expert_parallel_moe"]
 
@@ -36,9 +38,16 @@ def expert_parallel_moe(
     top_k_weights: Tensor,
     plan: ExpertPlan,
     *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "swiglu",
+    limit: float = 7.0,
+    interleaved: bool = False,
+    save: str = "pre_activation",
     backend: str = "auto",
 ) -> Tensor:
-    """out[n] = Σ_k w[n,k] · down_e · (silu(gate_e · x_n) · (up_e · x_n)), e the expert of slot (n, k), on whichever rank.
+    """`fusedce.moe_experts` with combine over the ranks of a group: out[n] = Σ_k w[n,k] · expert_e(hidden[n]), e being
+    the expert of slot (n, k), on whichever rank.
 
     A collective call, forward and backward: every rank of the plan's group makes it, also one without tokens, and lets
     its result take part in the loss.
@@ -49,6 +58,8 @@ def expert_parallel_moe(
         down_proj: (E/R, D, F), likewise. Under torch.autocast the three are cast to its dtype first.
         top_k_weights: (N, K), any of the float dtypes, the same on every rank.
         plan: of `expert_plan`, for the routing of these tokens.
+        gate_up_bias, down_bias: (E/R, 2F) and (E/R, D), or None.
+        activation, limit, interleaved, save: as in `fusedce.moe_experts`, the same on every rank.
         backend: of the experts' ops, see `fusedce.explain()`.
 
     Returns:
@@ -60,35 +71,30 @@ def expert_parallel_moe(
     Raises:
         TypeError, ValueError, RuntimeError: as `fusedce.moe_experts`, on this rank alone: check shapes before.
 
-    Memory, s bytes an element, A received rows, V their slots: s·(A·D + V·2F) are kept for the backward, and with several
-    chunks the backward takes s·(A·D + V·(2F + D)) more. Without gradients two chunks' rows are held at once. A forward is
-    2·C + 1 collectives, a backward too; no sync, no counts.
+    Memory, s bytes an element, A received rows, V their slots: s·(A·D + V·2F) are kept for the backward, without the
+    second with save "plan"; with several chunks the backward holds as much again. Without gradients two chunks' rows
+    are held at once. A forward is 2·C + 1 collectives, a backward too; no sync, no counts.
 
     Deterministic. A token's result does not depend on the number of chunks, as long as a row of the experts' GEMMs does
     not depend on the other rows: bitwise so with the Triton kernels. Weight gradients are one product over the rows of
     all chunks, in fp32, and rounded once.
     """
     op = "expert_parallel_moe"
-    gate_up_proj, down_proj = local_part(gate_up_proj), local_part(down_proj)
-    hidden, gate_up_proj, down_proj = autocast(hidden, gate_up_proj, down_proj)
     if not isinstance(plan, ExpertPlan):
         raise TypeError(f"fusedce.{op}: argument 'plan' has {checks.describe(plan)}; expected an ExpertPlan")
-    checks.tensor(op, "hidden", hidden, checks.FLOATS)
+    tensors: tuple[Tensor | None, ...] = (gate_up_proj, down_proj, gate_up_bias, down_bias)
+    tensors = tuple(None if t is None else local_part(t) for t in tensors)
+    hidden, gate_up_proj, down_proj, gate_up_bias, down_bias = autocast(hidden, *tensors)
+    weights = (gate_up_proj, down_proj, gate_up_bias, down_bias)
+    settings = ExpertOptions(activation, limit, bool(interleaved), save, combine=True)
+    check_experts(op, hidden, *weights, top_k_weights, (*plan.top_k_index.shape, plan.num_local_experts), settings)
     checks.shape(op, "hidden", hidden, plan.sizes, "(N, D)")
-    checks.tensor(op, "down_proj", down_proj, checks.FLOATS)
-    experts, depth = plan.num_local_experts, hidden.shape[1]
-    checks.shape(op, "down_proj", down_proj, (experts, depth, None), "(E/R, D, F)")
-    checks.tensor(op, "gate_up_proj", gate_up_proj, checks.FLOATS)
-    checks.shape(op, "gate_up_proj", gate_up_proj, (experts, 2 * down_proj.shape[2], depth), "(E/R, 2F, D)")
-    checks.tensor(op, "top_k_weights", top_k_weights, checks.FLOATS)
-    checks.shape(op, "top_k_weights", top_k_weights, tuple(plan.top_k_index.shape), "(N, K)")
-    tensors = (hidden, gate_up_proj, down_proj, top_k_weights)
-    checks.same_dtype(op, hidden=hidden, gate_up_proj=gate_up_proj, down_proj=down_proj)
-    checks.same_device(op, hidden=hidden, gate_up_proj=gate_up_proj, down_proj=down_proj, top_k_weights=top_k_weights)
+    checks.same_device(op, hidden=hidden, plan=plan.top_k_index)
     flags.raise_pending()
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return _Experts.apply(*tensors, plan, backend)
-    return _forward(*tensors, plan, backend, keep=False)[0]
+    leaves = (hidden, top_k_weights, *weights)
+    if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
+        return _Experts.apply(*leaves, plan, settings, backend)
+    return _forward(hidden, top_k_weights, LocalWeights(*weights, settings, backend), plan, keep=False)[0]
 
 
 class _Experts(torch.autograd.Function):
@@ -96,30 +102,25 @@ class _Experts(torch.autograd.Function):
     checkpoint's recompute has the same tensors to save."""
 
     @staticmethod
-    def forward(ctx, hidden, gate_up_proj, down_proj, top_k_weights, plan, backend):  # type: ignore[no-untyped-def]
-        out, *kept = _forward(hidden, gate_up_proj, down_proj, top_k_weights, plan, backend, keep=True)
-        ctx.save_for_backward(gate_up_proj, down_proj, *kept)
-        ctx.plan, ctx.backend = plan, backend
+    def forward(ctx, hidden, top_k_weights, gate_up, down, gate_up_bias, down_bias, plan, settings, backend):  # type: ignore[no-untyped-def]
+        experts = LocalWeights(gate_up, down, gate_up_bias, down_bias, settings, backend)
+        out, *kept = _forward(hidden, top_k_weights, experts, plan, keep=True)
+        ctx.save_for_backward(*kept, *experts.tensors)
+        ctx.plan, ctx.settings, ctx.backend = plan, settings, backend
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):  # type: ignore[no-untyped-def]
-        wanted = list(ctx.needs_input_grad[:4])
-        backward = _Backward(*ctx.saved_tensors, ctx.plan, ctx.backend, wanted[1:3])
-        grads = backward.run(d_out)
-        return *(grad if want else None for grad, want in zip(grads, wanted, strict=True)), None, None
+        wanted = ctx.needs_input_grad[:6]
+        rows, weights, pre_act, gate_up, down, gate_up_bias, down_bias = ctx.saved_tensors
+        experts = LocalWeights(gate_up, down, gate_up_bias, down_bias, ctx.settings, ctx.backend)
+        grads = _Backward(experts, rows, weights, pre_act, ctx.plan, wanted[2:]).run(d_out)
+        return *(grad if want else None for grad, want in zip(grads, wanted, strict=True)), None, None, None
 
 
 def _forward(
-    hidden: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_weights: Tensor,
-    plan: ExpertPlan,
-    backend: str,
-    *,
-    keep: bool,
+    hidden: Tensor, top_k_weights: Tensor, experts: LocalWeights, plan: ExpertPlan, *, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out (N, D); the received rows (A, D), their routing weights (A, S) and pre-activations (V, 2F), not all of the
     first and none of the last without `keep`."""
@@ -128,71 +129,63 @@ def _forward(
     pre_acts: list[Tensor] = []
 
     def compute(at: int, rows: Tensor) -> Tensor:
-        experts = plan.chunks[at].experts
-        results, pre_act = torch.ops.fusedce.moe_experts(
-            rows, gate_up_proj, down_proj, weights_of[at], *_fields(experts), backend=backend
-        )
+        results, pre_act = experts.forward(rows, weights_of[at], plan.chunks[at].experts)
         if keep:
             pre_acts.append(pre_act)
-        return torch.ops.fusedce.moe_combine(results, experts.row_slot, experts.slot_row, backend=backend)
+        return results
 
     received = Received.of(hidden, plan, keep)
-    out = _pipeline(hidden, plan, received, compute, backend)
+    out = _pipeline(hidden, plan, received, compute, experts.backend)
     return out, received.buffer, weights, _joined(pre_acts) if keep else hidden.new_empty(0)
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """What the backward has of the forward. want_weights: of gate_up_proj and down_proj, whether this rank wants them."""
+    """What the backward has of the forward. wanted: which gradients of the experts' tensors this rank wants."""
 
-    gate_up_proj: Tensor
-    down_proj: Tensor
+    experts: LocalWeights
     rows: Tensor
     weights: Tensor
     pre_act: Tensor
     plan: ExpertPlan
-    backend: str
-    want_weights: list[bool]
+    wanted: tuple[bool, ...]
 
-    def run(self, d_out: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-        """d_hidden, d_gate_up_proj, d_down_proj, d_top_k_weights."""
+    def run(self, d_out: Tensor) -> tuple[Tensor, ...]:
+        """d_hidden, d_top_k_weights and the gradients of the experts' tensors."""
         plan, chunks = self.plan, self.plan.chunks
-        rows = [self.rows, self.weights]
-        rows_of, weights_of = (t.split([sum(chunk.received) for chunk in chunks]) for t in rows)
-        pre_act_of = self.pre_act.split([chunk.experts.row_slot.shape[0] for chunk in chunks])
         once = len(chunks) == 1
+        sizes = [sum(chunk.received) for chunk in chunks]
+        rows_of, weights_of = self.rows.split(sizes), self.weights.split(sizes)
+        kept = [chunk.experts.row_slot.shape[0] if self.experts.settings.keeps_pre_act else 0 for chunk in chunks]
+        pre_act_of = self.pre_act.split(kept)
         d_weights: list[Tensor] = []
-        d_projections: list[Tensor] = []
+        d_experts: list[Tensor] = []
 
         def compute(at: int, d_results: Tensor) -> Tensor:
-            mask = [True, *(self.want_weights if once else (False, False)), True]
-            grads = self._experts(d_results, rows_of[at], weights_of[at], chunks[at].experts, pre_act_of[at], mask)
+            mask = self._mask(tokens=True, experts=once)
+            grads = self.experts.backward(
+                d_results, rows_of[at], weights_of[at], chunks[at].experts, pre_act_of[at], mask
+            )
             d_weights.append(grads[3])
-            d_projections.extend(grads[1:3])
+            d_experts[:] = (*grads[1:3], *grads[4:])
             return grads[0]
 
         def meanwhile() -> None:
-            """The weight gradients of all chunks, while the last one's results cross."""
-            if once or not any(self.want_weights):
-                return
-            assert plan.of_chunks is not None
-            pre_act, mask = self.pre_act[plan.of_chunks], [False, *self.want_weights, False]
-            d_projections[:] = self._experts(
-                received.buffer, self.rows, self.weights, plan.whole, pre_act, mask
-            )[1:3]  # fmt: skip
+            """The experts' gradients of all chunks, while the last one's results cross."""
+            if not once and any(self.wanted):
+                pre_act = self.pre_act[plan.of_chunks] if self.experts.settings.keeps_pre_act else self.pre_act
+                mask = self._mask(tokens=False, experts=True)
+                grads = self.experts.backward(received.buffer, self.rows, self.weights, plan.whole, pre_act, mask)
+                d_experts[:] = (*grads[1:3], *grads[4:])
 
         received = Received.of(d_out, plan, keep=not once)
-        d_hidden = _pipeline(d_out, plan, received, compute, self.backend, meanwhile)
-        return d_hidden, d_projections[0], d_projections[1], plan.route.from_experts(_joined(d_weights))
+        d_hidden = _pipeline(d_out, plan, received, compute, self.experts.backend, meanwhile)
+        return d_hidden, plan.route.from_experts(_joined(d_weights)), *d_experts
 
-    def _experts(
-        self, d_results: Tensor, rows: Tensor, weights: Tensor, plan: MoEPlan, pre_act: Tensor, mask: list[bool]
-    ) -> list[Tensor]:
-        """d_rows (A, D), d_gate_up_proj, d_down_proj, d_weights (A, S) of d_results (A, D), the sums' gradients."""
-        d_slots = torch.ops.fusedce.moe_dispatch(d_results, plan.row_slot, plan.slot_row, backend=self.backend)
-        return torch.ops.fusedce.moe_experts_backward(
-            d_slots, rows, self.gate_up_proj, self.down_proj, weights, *_fields(plan), pre_act, mask, self.backend
-        )
+    def _mask(self, *, tokens: bool, experts: bool) -> list[bool]:
+        """Of rows, the projections, the slots' weights and the biases."""
+        gate_up, down, gate_up_bias, down_bias = (want and experts for want in self.wanted)
+        return [tokens, gate_up, down, tokens, gate_up_bias, down_bias]
 
 
 @dataclass(frozen=True)
@@ -225,7 +218,7 @@ def _pipeline(
     backend: str,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """The tokens' (N, D) sums of what `compute` makes of their rows. meanwhile: called before the last rows are back."""
+    """The tokens' (N, D) sums of what `compute` makes of their rows. meanwhile: called while the last ones cross."""
     out = tokens.new_empty(tokens.shape)
     coming = _send(tokens, plan, 0, received, backend)
     leaving: Transfer | None = None
@@ -271,10 +264,6 @@ def _collect(out: Tensor, back: Transfer, chunk: ExpertChunk, backend: str) -> N
     send = chunk.send
     sums = torch.ops.fusedce.moe_combine(back.wait(), send.row_slot, send.slot_row, backend=backend)
     out[chunk.start : chunk.stop] = sums[: chunk.stop - chunk.start]
-
-
-def _fields(plan: MoEPlan) -> tuple[Tensor, Tensor, Tensor]:
-    return plan.offsets, plan.row_slot, plan.slot_row
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -25,9 +25,9 @@ MOST_CHUNKS = 8
 class ExpertChunk:
     """Tokens [start, stop) of this rank, and the rows of all ranks that cross with them.
 
-    send: the plan of the rows for each rank, in rank order; its sums bring a token's rows back together. sent, received:
-    rows for and from each rank. experts: the plan of the received rows, as tokens of at most K slots, over this rank's
-    experts.
+    send: the plan of the rows for each rank, in rank order; its sums bring a token's rows back together. sent,
+    received: rows for and from each rank. experts: the plan of the received rows, as tokens of at most K slots, over
+    this rank's experts.
     """
 
     start: int
@@ -113,9 +113,9 @@ def expert_plan(
         `ExpertPlan`. With it `expert_parallel_moe` is planned once and may run any number of times.
 
     Raises:
-        TypeError, ValueError: on this rank a wrong kind, dtype, device, shape or value, naming the argument; E that is no
-            multiple of R. On every other rank of the group, at the same time, ValueError that names this rank; and on all
-            of them where they do not agree on D, dtype, E, K, the chunks or the dispatcher.
+        TypeError, ValueError: on this rank a wrong kind, dtype, device, shape or value, naming the argument; E that is
+            no multiple of R. On every other rank of the group, at the same time, ValueError that names this rank; and
+            on all of them where they do not agree on D, dtype, E, K, the chunks or the dispatcher.
 
     Memory: about 8·N·K bytes for the sending, 12 or 16 for each slot received. One all-to-all of 1 KiB a pair of ranks
     and one copy to the host, which waits for it; then one all-to-all of the expert ids. Deterministic.
@@ -139,8 +139,8 @@ def expert_plan(
 
 @dataclass(frozen=True)
 class _Request:
-    """What is known before the ranks have talked. slots: the chunks' plans of all slots by rank; sending: of the rows that
-    cross, which is the same but where a row stands for several slots.
+    """What is known before the ranks have talked. slots: the chunks' plans of all slots by rank; sending: of the rows
+    that cross, which is the same but where a row stands for several slots.
     """
 
     top_k_index: Tensor

@@ -57,8 +57,8 @@ def keep_plans() -> tuple[AbstractContextManager[None], AbstractContextManager[N
 
     `torch.utils.checkpoint.checkpoint(region, x, use_reentrant=False, context_fn=keep_plans)`, or with a recompute of
     your own `with forward: …` and later `with recompute: …`. The `ExpertParallelMoE` layers in the region then route in
-    the forward alone: the recompute weighs the same experts (`fusedce.moe_replay`), exchanges no counts and waits for no
-    copy to the host, and whatever ties or rounding there are, it sends the same rows. The regions do not nest.
+    the forward alone: the recompute weighs the same experts (`fusedce.moe_replay`), exchanges no counts and waits for
+    no copy to the host, and whatever ties or rounding there are, it sends the same rows. The regions do not nest.
 
     Memory: the plans, see `fusedce.distributed.expert_plan`, until the graph of the region is freed.
     """

@@ -50,8 +50,9 @@ class ExpertParallelMoE(nn.Module):
     Modules: `router`, of the same parameters on every rank (an equal seed before the constructor makes them so; keep
     them equal by summing their gradients over the ranks), `experts` (`LocalExperts`), `shared`.
 
-    Shape: hidden (..., D) -> (..., D), the leading dimensions of any size on each rank, also 0. Gradients of the experts
-    are sums over the group's tokens, see `expert_parallel_moe`. Inside `keep_plans` a recompute does not route again.
+    Shape: hidden (..., D) -> (..., D), the leading dimensions of any size on each rank, also 0. Gradients of the
+    experts are sums over the group's tokens, see `expert_parallel_moe`. Inside `keep_plans` a recompute does not route
+    again.
 
     Raises:
         ValueError: E that is no multiple of R; what `fusedce.nn.Router` refuses.
@@ -82,7 +83,7 @@ class ExpertParallelMoE(nn.Module):
                 f"fusedce.ExpertParallelMoE: num_experts is {num_experts}; expected a multiple of the group's {ranks} "
                 "ranks"
             )
-        factory = dict(device=device, dtype=dtype)
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.group, self.dispatcher, self.num_chunks, self.backend = group, dispatcher, num_chunks, backend
         self.router = Router(hidden_size, num_experts, top_k, backend=backend, **factory, **options)
         self.experts = LocalExperts(num_experts // ranks, hidden_size, ffn_size, **factory)
@@ -153,8 +154,8 @@ class ExpertParallelMoE(nn.Module):
     ) -> Tensor:
         """The block's output for hidden (..., D).
 
-        routing: made before, by `router` or another engine; None to route here. plan: made before, for this routing; its
-        experts are weighed where no routing is given. mask: see `fusedce.nn.MoE.route`.
+        routing: made before, by `router` or another engine; None to route here. plan: made before, for this routing;
+        its experts are weighed where no routing is given. mask: see `fusedce.nn.MoE.route`.
         """
         flat = hidden.reshape(-1, hidden.shape[-1])
         kept = kept_plans()

@@ -43,9 +43,9 @@ class SlotRoute:
         return flat[:-1].view(self.bad.shape).masked_fill(self.bad, torch.nan)
 
     def _exchanged(self, rows: Tensor, received: Table, sent: Table) -> Tensor:
-        splits = [[sum(of_rank) for of_rank in zip(*table, strict=True)] for table in (received, sent)]
-        out = rows.new_empty((sum(splits[0]), rows.shape[1]))
-        return start_all_to_all(out, rows, *splits, self.group).wait()
+        arriving, leaving = ([sum(of_rank) for of_rank in transposed(table)] for table in (received, sent))
+        out = rows.new_empty((sum(arriving), rows.shape[1]))
+        return start_all_to_all(out, rows, arriving, leaving, self.group).wait()
 
 
 def transposed(table: Sequence[Sequence[int]]) -> Table:

@@ -1,9 +1,8 @@
-"""Problems for the experts over several ranks: whole inputs that every rank makes alike, and this rank's part of them."""
+"""Problems for the experts over several ranks: whole inputs, the same on every rank, and this rank's part of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 

@@ -1,13 +1,15 @@
-"""The experts over 1, 2 and 4 ranks against one rank's layer in fp64: values and every gradient, by every dispatcher."""
+"""The experts over 1, 2 and 4 ranks against one rank's in fp64: values and every gradient, by every dispatcher."""
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
+import fusedce
 from fusedce.distributed import expert_parallel_moe, expert_plan
 from fusedce.distributed.dispatchers import DISPATCHERS
 from tests.distributed.expert_cases import EVEN, FIRST_HAS_ALL, NAMES, ONE_HAS_NONE, UNEVEN, Problem
 from tests.distributed.processes import run
+from tests.linear_ce_cases import in_fp64, with_gradients
 from tests.moe_cases import Case
 from tests.paired import assert_bites, assert_close
 
@@ -40,6 +42,35 @@ def check_ranks(device: str) -> None:
             for name, o, a in zip(NAMES, out, again, strict=True):
                 assert torch.equal(o, a), f"{problem} {dispatcher} {name} differs when repeated"
     check_no_grad(device)
+    check_options(device)
+
+
+def check_options(device: str) -> None:
+    """Biases, another activation, interleaved gates, nothing kept but the plan: as one rank's op has them."""
+    problem = Problem(Case(23, 6, 5, 4, 2), UNEVEN)
+    *tensors, index = problem.inputs(device)
+    torch.manual_seed(4)
+    biases = [torch.randn(4, 10).to(device), torch.randn(4, 6).to(device)]
+    grad = problem.upstream(device)
+    mine = problem.layout.tokens(23)
+    plan = expert_plan(tensors[0][mine], index[mine], 4, num_chunks=3)
+    settings = dict(activation="gpt_oss", limit=1.5, interleaved=True, save="plan")
+
+    def one(hidden: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *biases: Tensor) -> list[Tensor]:
+        plan = fusedce.moe_plan(index.to(hidden.device), 4)
+        options = dict(gate_up_bias=biases[0], down_bias=biases[1], combine=True, **settings)
+        return [fusedce.moe_experts(hidden, gate_up, down, weights, plan, **options)]
+
+    def many(hidden: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *biases: Tensor) -> list[Tensor]:
+        options = dict(gate_up_bias=biases[0], down_bias=biases[1], **settings)
+        return [expert_parallel_moe(hidden, gate_up, down, weights, plan, **options)]
+
+    gold = with_gradients(one, in_fp64([*tensors, *biases]), [grad.cpu().double()])
+    twin = with_gradients(one, [*tensors, *biases], [grad])
+    local = [*problem.local(tensors), *(bias[problem.experts] for bias in biases)]
+    out = with_gradients(many, local, [grad[mine]])
+    for at, part in enumerate((mine, mine, problem.experts, problem.experts, mine, problem.experts, problem.experts)):
+        assert_close(out[at], gold[at][part], twin[at][part], f"options, result {at}")
 
 
 def check_no_grad(device: str) -> None:
@@ -56,7 +87,10 @@ def check_no_grad(device: str) -> None:
 
 def check_kernels(device: str) -> None:
     """By the Triton kernels: against the gold, and result and token gradients of the same bits for any chunks."""
-    for problem in (Problem(Case(13, 16, 8, 4, 3), UNEVEN), Problem(Case(9, 16, 8, 4, 2, torch.bfloat16), ONE_HAS_NONE)):
+    for problem in (
+        Problem(Case(13, 16, 8, 4, 3), UNEVEN),
+        Problem(Case(9, 16, 8, 4, 2, torch.bfloat16), ONE_HAS_NONE),
+    ):
         gold, twin = problem.references(device)
         for dispatcher in DISPATCHERS:
             results = [problem.ours(dispatcher, num_chunks, device, "triton") for num_chunks in (1, 3)]

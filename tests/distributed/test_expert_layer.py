@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bench.expert_parallel import model
 from fusedce.distributed import (
     ExpertParallelMoE,
     auto_chunks,
@@ -249,6 +250,11 @@ def test_the_choice_of_a_dispatcher_follows_from_the_rows_that_cross() -> None:
         assert chosen == name and DISPATCHERS[name].because in reason
     rows = {name: [round(each.rows(r, 8), 2) for r in (2, 4, 8)] for name, each in DISPATCHERS.items()}
     assert rows == {"naive": [4, 6, 7], "deduplicated": [1.0, 2.7, 4.59], "all_gather": [1, 3, 7]}
+
+
+def test_the_pipeline_s_model_is_the_longer_part_with_a_ramp_and_a_drain() -> None:
+    assert [model(8.0, 4.0, chunks) for chunks in (1, 2, 4)] == [12.0, 10.0, 9.0]
+    assert [model(4.0, 8.0, chunks) for chunks in (1, 2, 4)] == [12.0, 10.0, 9.0]
 
 
 def test_chunks_have_about_a_thousand_rows_an_expert() -> None:

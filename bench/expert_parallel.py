@@ -7,8 +7,8 @@ prints and writes. Beside the time of the layer, forward and backward: the same 
 rows are what the buffers hold) and the collectives alone ("communication"), all from the same rounds; and made of them
     exposed = layer − compute
     model   = max(compute + communication / C, communication + compute / C), C chunks: max(T_comm, T_gemm), ramp, drain
-With one chunk the model is the sum, the serial layer. The serial baseline is naive_1. On a CPU the script is a smoke run:
-gloo overlaps nothing that a CPU's time would show.
+With one chunk the model is the sum, the serial layer. The serial baseline is naive_1. On a CPU the script is a smoke
+run: gloo overlaps nothing that a CPU's time would show.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ def communication(plan: ExpertPlan, hidden: Tensor, passes: int) -> Callable[[],
 
 
 def layer(plan: ExpertPlan, tensors: list[Tensor], mode: str) -> Callable[[], object]:
-    """A pass of the layer, all gradients with it in mode "fwd_bwd". The plan is made already: it is kept in training."""
+    """A pass of the layer, with all gradients in mode "fwd_bwd". The plan is made already, as it is in a recompute."""
     hidden, gate_up, down, weights = tensors
     d_out = torch.ones_like(hidden)
 

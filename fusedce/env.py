@@ -1,4 +1,4 @@
-"""The only reader of os.environ at run time. Three variables, all optional; setup.py reads FUSEDCE_BUILD_EXT itself."""
+"""The only reader of os.environ at run time. Four variables, all optional; setup.py reads FUSEDCE_BUILD_EXT itself."""
 
 import os
 
@@ -31,3 +31,8 @@ def workspace_bytes(weight_bytes: int = 0) -> int:
 def triton_interpreted() -> bool:
     """TRITON_INTERPRET=1: Triton kernels run on CPU tensors, in Python; for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def one_device_queue() -> bool:
+    """CUDA_DEVICE_MAX_CONNECTIONS=1, CUDA's own variable: all streams of the process share one queue to the GPU."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

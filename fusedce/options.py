@@ -105,7 +105,8 @@ class MoEPlan:
     """Where each routed row lives: rows sorted by expert, and by slot n·K + k within an expert. Integers only.
 
     offsets: (E+1,) int32; expert e owns rows [offsets[e], offsets[e+1]).
-    row_slot: (R,) int32, R = N·K; the slot that row r serves, −1 for the rows past offsets[E], which serve none.
+    row_slot: (R,) int32; the slot that row r serves, −1 for the rows past offsets[E], which serve none. R = N·K; the
+    ops also take a plan cut to offsets[E] rows, where the host knows that number.
     slot_row: (N, K) int32; the row of each slot, −1 for a slot that takes no part (id −1), −2 for one whose expert id
     was out of range.
     """

@@ -24,6 +24,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = "{python} -m pytest -q"
 NATIVE = "(native or slow) and not gpu and not compile"
+EXPERT_PARALLEL = (
+    "{python} -m torch.distributed.run --standalone --nproc-per-node 2 -m bench.expert_parallel --device cpu "
+    "--cases smoke_64 --rounds 2 --providers naive_1,deduplicated_4"
+)
 CPP_SUFFIXES = (".cpp", ".h", ".cuh", ".cu")
 
 
@@ -62,6 +66,7 @@ STAGES = (
         "bench-linear-sparse", "ci", "{python} -m bench.linear_sparse --device cpu --cases smoke --rounds 2", "torch"
     ),
     Stage("bench-moe", "ci", "{python} -m bench.moe --device cpu --cases smoke_64 --rounds 2", "torch"),
+    Stage("bench-expert-parallel", "ci", EXPERT_PARALLEL, "torch"),
     Stage("wheel", "ci", "{python} tools/check_wheel.py", "wheel"),
     Stage("demo", "ci", "{python} tools/check_demo.py", "tyro"),
     Stage("gpu", "gpu", f"{PYTEST} -m 'gpu and not slow'", "triton", parallel=True),

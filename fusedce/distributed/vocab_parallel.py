@@ -12,15 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedce import checks, flags
+from fusedce.distributed.collectives import all_gather, local_part, reduce_scatter
 from fusedce.functional import LogProb
 from fusedce.functional.autocast import autocast
 from fusedce.functional.operands import check_options, check_weight, head_operands, kept_temperature, row_temperature
 from fusedce.options import LogitOptions
 from fusedce.rows import merge_parts
 
-# torch 2.13 renames them, and warns of the names that 2.11 has.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # In place of a row of the shard's weight; no caller's ignore_index, which may be a word's number, plays a part.
 ELSEWHERE, IGNORED = -1, -2
 
@@ -88,8 +86,8 @@ def vocab_parallel_logprob(
     the collectives are.
     """
     op = "vocab_parallel_logprob"
-    weight = _local(weight)
-    bias = None if bias is None else _local(bias)
+    weight = local_part(weight)
+    bias = None if bias is None else local_part(bias)
     ranks = dist.get_world_size(group) if sequence_parallel else 1
     # The shapes are checked as if all tokens were here.
     like_whole = hidden.expand(ranks, *hidden.shape).reshape(-1, hidden.shape[-1]) if ranks > 1 else hidden
@@ -154,11 +152,6 @@ def vocab_parallel_cross_entropy(
         return loss.sum()
     total = counts.sum()
     return loss.sum() / torch.where(total == 0, 1.0, total)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """A DTensor's part on this rank, with autograd; another tensor as it is."""
-    return tensor.to_local() if checks.is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 class _Logprob(torch.autograd.Function):

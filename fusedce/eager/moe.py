@@ -167,6 +167,8 @@ def moe_dispatch(hidden: Tensor, row_slot: Tensor, slot_row: Tensor) -> Tensor:
 def moe_combine(rows: Tensor, row_slot: Tensor, slot_row: Tensor) -> Tensor:
     """(N,D): the sum of each token's K rows, in slot order. A slot with row −1 adds nothing, with −2 NaN."""
     total = rows.new_zeros((slot_row.shape[0], rows.shape[1]), dtype=_accumulate_dtype(rows))
+    if rows.shape[0] == 0:
+        rows = rows.new_zeros((1, rows.shape[1]))  # stands in where a shortened plan leaves no row at all
     for row in slot_row.unbind(1):
         # not a product with 0: the row that stands in may hold NaN
         total += torch.where((row >= 0)[:, None], rows[row.clamp(min=0)], 0.0)

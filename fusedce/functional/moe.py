@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fusedce import checks
 from fusedce.functional.autocast import autocast
-from fusedce.options import ACTIVATIONS, SAVES, MoEPlan
+from fusedce.options import ACTIVATIONS, SAVES, ExpertOptions, MoEPlan
 
 __all__ = ["moe_combine", "moe_dispatch", "moe_experts"]
 
@@ -75,36 +75,15 @@ def moe_experts(
         hidden, gate_up_proj, down_proj, gate_up_bias, down_bias
     )
     _check_plan(op, plan)
-    checks.tensor(op, "hidden", hidden, checks.FLOATS)
-    checks.shape(op, "hidden", hidden, (plan.num_tokens, None), "(N, D)")
-    num_experts, depth = plan.num_experts, hidden.shape[1]
-    checks.tensor(op, "down_proj", down_proj, checks.FLOATS)
-    checks.shape(op, "down_proj", down_proj, (num_experts, depth, None), "(E, D, F)")
-    ffn = down_proj.shape[2]
-    checks.positive(op, D=depth, F=ffn)
-    checks.tensor(op, "gate_up_proj", gate_up_proj, checks.FLOATS)
-    checks.shape(op, "gate_up_proj", gate_up_proj, (num_experts, 2 * ffn, depth), "(E, 2F, D)")
-    checks.tensor(op, "top_k_weights", top_k_weights, checks.FLOATS)
-    checks.shape(op, "top_k_weights", top_k_weights, tuple(plan.slot_row.shape), "(N, K)")
-    weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
-    if gate_up_bias is not None:
-        checks.tensor(op, "gate_up_bias", gate_up_bias, checks.FLOATS)
-        checks.shape(op, "gate_up_bias", gate_up_bias, (num_experts, 2 * ffn), "(E, 2F)")
-        weights["gate_up_bias"] = gate_up_bias
-    if down_bias is not None:
-        checks.tensor(op, "down_bias", down_bias, checks.FLOATS)
-        checks.shape(op, "down_bias", down_bias, (num_experts, depth), "(E, D)")
-        weights["down_bias"] = down_bias
+    settings = ExpertOptions(activation, limit, bool(interleaved), save, bool(combine))
+    weights = (gate_up_proj, down_proj, gate_up_bias, down_bias)
+    check_experts(op, hidden, *weights, top_k_weights, (*plan.slot_row.shape, plan.num_experts), settings)
     main_grads = {"gate_up_main_grad": gate_up_main_grad, "down_main_grad": down_main_grad}
     for (name, main_grad), weight in zip(main_grads.items(), (gate_up_proj, down_proj), strict=True):
         if main_grad is not None:
             checks.tensor(op, name, main_grad, (torch.float32,))
             checks.shape(op, name, main_grad, tuple(weight.shape), "like its weight")
-    checks.same_dtype(op, hidden=hidden, **weights)
-    checks.same_device(op, hidden=hidden, **weights, **main_grads, top_k_weights=top_k_weights, plan=plan.offsets)
-    checks.one_of(op, "activation", activation, ACTIVATIONS)
-    checks.positive_number(op, "limit", limit)
-    checks.one_of(op, "save", save, SAVES)
+    checks.same_device(op, hidden=hidden, **main_grads, plan=plan.offsets)
     rows, _ = torch.ops.fusedce.moe_experts(
         hidden, gate_up_proj, down_proj, top_k_weights, plan.offsets, plan.row_slot, plan.slot_row, gate_up_bias,
         down_bias, gate_up_main_grad, down_main_grad, activation=activation, limit=float(limit),
@@ -160,6 +139,45 @@ def moe_combine(rows: Tensor, plan: MoEPlan, *, backend: str = "auto") -> Tensor
     checks.shape(op, "rows", rows, (plan.row_slot.shape[0], None), "(N·K, D)")
     checks.same_device(op, rows=rows, plan=plan.offsets)
     return torch.ops.fusedce.moe_combine(rows, plan.row_slot, plan.slot_row, backend=backend)
+
+
+def check_experts(
+    op: str,
+    hidden: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    top_k_weights: Tensor,
+    sizes: tuple[int, int, int],
+    settings: ExpertOptions,
+) -> None:
+    """TypeError or ValueError unless these are hidden (N, D) and E experts' weights, sizes being N, K and E."""
+    num_tokens, top_k, num_experts = sizes
+    checks.tensor(op, "hidden", hidden, checks.FLOATS)
+    checks.shape(op, "hidden", hidden, (num_tokens, None), "(N, D)")
+    depth = hidden.shape[1]
+    checks.tensor(op, "down_proj", down_proj, checks.FLOATS)
+    checks.shape(op, "down_proj", down_proj, (num_experts, depth, None), "(E, D, F)")
+    ffn = down_proj.shape[2]
+    checks.positive(op, D=depth, F=ffn)
+    weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+    for name, weight, shape, letters in (
+        ("gate_up_proj", gate_up_proj, (num_experts, 2 * ffn, depth), "(E, 2F, D)"),
+        ("gate_up_bias", gate_up_bias, (num_experts, 2 * ffn), "(E, 2F)"),
+        ("down_bias", down_bias, (num_experts, depth), "(E, D)"),
+    ):
+        if weight is not None:
+            checks.tensor(op, name, weight, checks.FLOATS)
+            checks.shape(op, name, weight, shape, letters)
+            weights[name] = weight
+    checks.tensor(op, "top_k_weights", top_k_weights, checks.FLOATS)
+    checks.shape(op, "top_k_weights", top_k_weights, (num_tokens, top_k), "(N, K)")
+    checks.same_dtype(op, hidden=hidden, **weights)
+    checks.same_device(op, hidden=hidden, **weights, top_k_weights=top_k_weights)
+    checks.one_of(op, "activation", settings.activation, ACTIVATIONS)
+    checks.positive_number(op, "limit", settings.limit)
+    checks.one_of(op, "save", settings.save, SAVES)
 
 
 def _check_plan(op: str, plan: MoEPlan) -> None:

@@ -121,10 +121,13 @@ def _check_rows(op: str, name: str, values: Tensor, first: torch.Size, row_slot:
 
 def _check_plan_tensors(op: str, values: Tensor, row_slot: Tensor, slot_row: Tensor) -> None:
     torch._check_value(
-        slot_row.dim() == 2 and slot_row.shape[1] >= 1 and tuple(row_slot.shape) == (slot_row.numel(),),
+        slot_row.dim() == 2
+        and slot_row.shape[1] >= 1
+        and row_slot.dim() == 1
+        and row_slot.shape[0] <= slot_row.numel(),
         lambda: (
-            f"fusedce.{op}: row_slot {tuple(row_slot.shape)} and slot_row {tuple(slot_row.shape)} are not (N·K,) and "
-            "(N, K)"
+            f"fusedce.{op}: row_slot {tuple(row_slot.shape)} and slot_row {tuple(slot_row.shape)} are not (R,) with R "
+            "at most N·K and (N, K)"
         ),
     )
     torch._check_type(

@@ -41,7 +41,9 @@ def run(module: str, function: str, num_ranks: int, device: str = "cpu") -> None
 
 
 def join(device: str) -> None:
-    """Make this process a rank of the group, with a GPU of its own if the device is "cuda"."""
+    """Make this process a rank of the group, with a GPU of its own if the device is "cuda". Fresh memory is NaN."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")

@@ -127,7 +127,8 @@ def row_tiles(offsets: Tensor, row_slot: Tensor, slot_row: Tensor, block_r: int)
     # Σ ⌈count/block⌉ over at most min(E + 1, rows) groups that have rows
     num_tiles = (num_rows + min(num_experts + 1, num_rows) * (block_r - 1)) // block_r
     table, first = offsets.new_empty((3, num_tiles)), offsets.new_empty(num_experts + 2)
-    slot_padded = torch.empty_like(slot_row)
+    # The kernel walks the rows; a plan with fewer rows than slots has slots that it does not come by.
+    slot_padded = torch.empty_like(slot_row) if num_rows == slot_row.numel() else slot_row.clone()
     if num_tiles:
         with torch.cuda.device_of(offsets):
             KERNEL[(num_tiles,)](

@@ -91,24 +91,28 @@ KEPT = [Options(save=save, combine=combine) for save in SAVES for combine in (Fa
 KEPT += [Options("gpt_oss", True, "plan", False)]
 
 
-@pytest.mark.parametrize("options", EACH + KEPT, ids=str)
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+# 16 bits take other tiles and another rounding, whatever the options.
+SETTINGS = [(options, FP32) for options in EACH + KEPT]
+SETTINGS += [(Options("gpt_oss", True, combine=False), BF16), (Options("geglu", save="plan"), FP16)]
+
+
+@pytest.mark.parametrize("options, dtype", [pytest.param(*s, id=f"{s[1]}-{s[0]}") for s in SETTINGS])
 def test_values_and_every_gradient(options: Options, dtype: torch.dtype, place: Place) -> None:
     check(Case(37, 24, 20, 5, 2, dtype=dtype), options, place)
 
 
-@pytest.mark.parametrize("size", [1, 8, 31, 47, 97])
+@pytest.mark.parametrize("size", [1, 8, 31, 97])
 def test_sizes_that_divide_by_nothing(size: int, place: Place) -> None:
     options = Options("gpt_oss", True, combine=False)
-    check(Case(18, size, 33, 3, 2), options, place)
-    check(Case(18, 33, size, 3, 2), options, place)
+    check(Case(18, size, 9, 3, 1), options, place)
+    check(Case(18, 9, size, 3, 1), options, place)
 
 
 @pytest.mark.parametrize("size", [192, 1000, 2880])
 def test_sizes_of_several_tiles(size: int, place: Place) -> None:
     """megablocks#114; 2,880 is gpt-oss's."""
-    check(Case(17, size, 24, 2, 1), Options("gpt_oss", True), place)
-    check(Case(17, 24, size, 2, 1), Options(), place)
+    check(Case(17, size, 9, 2, 1), Options("gpt_oss", True), place)
+    check(Case(17, 9, size, 2, 1), Options(), place)
 
 
 @pytest.mark.parametrize("options", EACH, ids=str)
@@ -192,7 +196,7 @@ def test_weights_stored_the_other_way_round(place: Place) -> None:
         assert torch.equal(o, e) if place.backend == "triton" else torch.allclose(o, e, atol=1e-5), name
 
 
-@pytest.mark.parametrize("mask", [tuple(bool(bits >> i & 1) for i in range(6)) for bits in (1, 8, 16, 32, 40, 24)])
+@pytest.mark.parametrize("mask", [tuple(bool(bits >> i & 1) for i in range(6)) for bits in (1, 8, 16, 40)])
 def test_each_gradient_is_the_same_with_others_wanted(mask: tuple[bool, ...], place: Place) -> None:
     case, options = Case(20, 12, 10, 4, 2), Options("gpt_oss", True)
     *tensors, index = inputs(case, place.device)

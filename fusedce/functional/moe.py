@@ -65,10 +65,11 @@ def moe_experts(
         RuntimeError: a named backend that cannot run here, with the reason.
 
     Memory, s bytes an element: 2·s·N·K·F are kept for the backward, none with save "plan". At once in the forward at
-    most s·P·(D + F) beside them and the result; in the backward s·P·(2D + 3F) beside the gradients. P ≤ N·K + 127·E is
-    the number of rows with each expert's padded to a multiple of 128. Work: 6·N·K·D·F FLOP forward, twice that
-    backward, and 4·N·K·D·F more with save "plan". Products are summed in fp32, weight gradients over an expert's rows
-    in fp32 and rounded once. Deterministic, and bitwise the same for both values of save.
+    most s·P·(D + F) beside them and the result, in the backward s·P·(D + 3F) beside the gradients, and with save
+    "plan" the 2·s·N·K·F made again. P ≤ N·K + 127·E: the rows, each expert's padded to a multiple of 128. Work:
+    6·N·K·D·F FLOP forward, twice that backward, and 4·N·K·D·F more with save "plan". Products are summed in fp32,
+    weight gradients over an expert's rows in fp32 and rounded once. Deterministic, and bitwise the same for both values
+    of save.
     """
     op = "moe_experts"
     hidden, gate_up_proj, down_proj, gate_up_bias, down_bias = autocast(

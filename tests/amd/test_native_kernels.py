@@ -4,6 +4,7 @@ both chips. The checks are those that the same sources pass on the host (tests/s
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +13,52 @@ from tests import toolchain
 from tests.gfx9emu.hip import CHIPS, Hip
 from tests.simt import test_linear_ce_rows as rows_tests
 from tests.simt import test_linear_ce_seeded as seeded_tests
+from tests.simt import test_linear_ce_sums as sums_tests
 from tests.simt.host_kernels import KERNELS, ROOT, HostKernels
 from tests.simt.host_seeded import HostRows
+from tests.simt.host_sums import HostSums
 
 pytestmark = pytest.mark.amd
 SIMT = ROOT / "tests" / "simt"
+Check = Callable[[Any], None]
+BIAS_CAP = {"bias": True, "softcap": 5.0, "temperature": 1.5}
 
 
-@pytest.fixture(scope="module")
-def rocm_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toolchain.make_rocm_tree(tmp_path_factory.mktemp("rocm"))
+def with_kernels(test: Callable[..., None], *arguments: object) -> Check:
+    """A test of tests/simt whose first argument, the kernels, is still to come."""
+    return lambda kernels: test(kernels, *arguments)
+
+
+# source in csrc/kernels -> how its functions are called, and what they must pass
+FAMILIES: dict[str, tuple[Callable[[ctypes.CDLL], Any], tuple[Check, ...]]] = {
+    "linear_ce_rows": (
+        HostKernels,
+        (
+            with_kernels(rows_tests.test_statistics, 7, {}),
+            with_kernels(rows_tests.test_statistics, 8193, {"temperature": 0.7}),
+            with_kernels(rows_tests.test_gradient, 1000, BIAS_CAP, torch.float32),
+            with_kernels(rows_tests.test_gradient, 1000, {"temperature": 0.7}, torch.bfloat16),
+            with_kernels(rows_tests.test_gradient, 7, {}, torch.float16),
+            rows_tests.test_words_with_minus_infinity_count_for_nothing,
+            with_kernels(rows_tests.test_a_label_out_of_range_makes_its_row_nan, 2**32),
+        ),
+    ),
+    "linear_ce_seeded": (
+        HostRows,
+        (
+            with_kernels(seeded_tests.test_statistics_and_gradient, (9, 257, 264), {}),
+            with_kernels(seeded_tests.test_statistics_and_gradient, (33, 600, 72), {"bias": True, "softcap": 5.0}),
+            seeded_tests.test_far_targets,
+            with_kernels(seeded_tests.test_scaled, 2056),
+        ),
+    ),
+    "linear_ce_sums": (HostSums, tuple(with_kernels(sums_tests.test_results, shape) for shape in ((33, 32), (40, 45)))),
+}
+
+
+def test_every_source_that_amd_has_is_executed() -> None:
+    """Hopper's kernels are no kernels there (tests/native/test_device_code.py)."""
+    assert set(FAMILIES) == {path.stem for path in KERNELS.glob("*.cu")} - {"linear_ce_hopper"}
 
 
 @pytest.fixture(scope="module")
@@ -30,46 +67,21 @@ def hip(tmp_path_factory: pytest.TempPathFactory) -> Hip:
 
 
 @pytest.fixture(scope="module")
-def libraries(hip: Hip, rocm_tree: Path) -> tuple[HostKernels, HostRows]:
-    return built(hip, rocm_tree, KERNELS)
+def rocm_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toolchain.make_rocm_tree(tmp_path_factory.mktemp("rocm"))
 
 
-def built(hip: Hip, rocm_tree: Path, kernels: Path) -> tuple[HostKernels, HostRows]:
-    """Both families of row kernels from the sources in `kernels`."""
-    paths = [hip.build(SIMT / name, rocm_tree, f"-I{kernels}", f"-I{SIMT}")
-             for name in ("linear_ce_rows.cpp", "linear_ce_seeded.cpp")]  # fmt: skip
-    rows, seeded = (ctypes.CDLL(str(path)) for path in paths)
-    return HostKernels(rows), HostRows(seeded)
-
-
-BIAS_CAP = {"bias": True, "softcap": 5.0, "temperature": 1.5}
-ROWS: list[Callable[[HostKernels], None]] = [
-    lambda k: rows_tests.test_statistics(k, 7, {}),
-    lambda k: rows_tests.test_statistics(k, 8193, {"temperature": 0.7}),
-    lambda k: rows_tests.test_statistics(k, 1000, BIAS_CAP),
-    lambda k: rows_tests.test_gradient(k, 8193, {"temperature": 0.7}, torch.float32),
-    lambda k: rows_tests.test_gradient(k, 1000, BIAS_CAP, torch.bfloat16),
-    lambda k: rows_tests.test_gradient(k, 7, {}, torch.float16),
-    rows_tests.test_words_with_minus_infinity_count_for_nothing,
-    lambda k: rows_tests.test_a_label_out_of_range_makes_its_row_nan(k, 2**32),
-]
-SEEDED: list[Callable[[HostRows], None]] = [
-    lambda k: seeded_tests.test_statistics_and_gradient(k, (9, 257, 264), {}),
-    lambda k: seeded_tests.test_statistics_and_gradient(k, (33, 1000, 520), {"bias": True, "softcap": 5.0}),
-    seeded_tests.test_far_targets,
-    lambda k: seeded_tests.test_scaled(k, 2056),
-]
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, hip: Hip, rocm_tree: Path) -> tuple[Any, tuple[Check, ...]]:
+    """The functions of one source, built for both chips, and what they must pass."""
+    functions, checks = FAMILIES[request.param]
+    library = hip.build(SIMT / f"{request.param}.cpp", rocm_tree, f"-I{KERNELS}", f"-I{SIMT}")
+    return functions(ctypes.CDLL(str(library))), checks
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("number", range(len(ROWS)))
-def test_rows(number: int, chip: str, hip: Hip, libraries: tuple[HostKernels, HostRows]) -> None:
-    with hip.on(chip):
-        ROWS[number](libraries[0])
-
-
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("number", range(len(SEEDED)))
-def test_seeded(number: int, chip: str, hip: Hip, libraries: tuple[HostKernels, HostRows]) -> None:
-    with hip.on(chip):
-        SEEDED[number](libraries[1])
+def test_family(chip: str, hip: Hip, family: tuple[Any, tuple[Check, ...]]) -> None:
+    functions, checks = family
+    for check in checks:
+        with hip.on(chip):
+            check(functions)

@@ -47,6 +47,11 @@ def to_integer(lowest: int, highest: int, dtype: type) -> Callable:
     return lambda x: np.clip(np.nan_to_num(np.trunc(x.astype(F64)), nan=0.0), lowest, highest).astype(dtype).view(U32)
 
 
+def binary_exponent(x: Array) -> Array:
+    """e with x = m · 2^e and m within 0.5 … 1; 0 for what has none."""
+    return np.where(np.isfinite(x), np.frexp(x)[1], 0).astype(np.int32).view(U32)
+
+
 def bf16_bits(x: Array) -> Array:
     """fp32 as bf16, to nearest even, in the low half of a word."""
     bits = np.ascontiguousarray(x).view(U32)
@@ -204,6 +209,10 @@ FLOATING: dict[str, Row] = {
     "v_trunc_f32": ("f:f", np.trunc),
     "v_fract_f32": ("f:f", lambda a: np.minimum(a - np.floor(a), F32(1 - 2**-24))),
     "v_ldexp_f32": ("f:fw", lambda a, b: np.ldexp(a.astype(F64), np.clip(i32(b), -400, 400)).astype(F32)),
+    "v_frexp_mant_f32": ("f:f", lambda a: np.frexp(a)[0]),
+    "v_frexp_exp_i32_f32": ("w:f", binary_exponent),
+    "v_frexp_exp_i32_f64": ("w:q", lambda a: binary_exponent(a.view(F64))),
+    "v_cvt_f64_f32": ("q:f", lambda a: a.astype(F64).view(U64)),
     "v_cvt_f32_u32": ("f:w", lambda a: a.astype(F32)),
     "v_cvt_f32_i32": ("f:w", lambda a: i32(a).astype(F32)),
     "v_cvt_u32_f32": ("w:f", to_integer(0, 2**32 - 1, np.uint32)),

@@ -147,6 +147,10 @@ def permuted(a: int, b: int, selectors: int) -> int:
     return int.from_bytes(bytes(picked), "little")
 
 
+def binary_exponent(x: float) -> int:
+    return math.frexp(x)[1] if math.isfinite(x) else 0
+
+
 def middle(*x: float) -> float:
     return sorted(x)[1]
 
@@ -231,6 +235,10 @@ REFERENCE: dict[str, Callable] = {
     "v_trunc_f32": lambda a: float(math.trunc(a)) if math.isfinite(a) else a,
     "v_fract_f32": lambda a: min(a - math.floor(a), 1 - 2**-24) if math.isfinite(a) else math.nan,
     "v_ldexp_f32": lambda a, b: a * 2.0 ** max(-400, min(400, i32(b))),
+    "v_frexp_mant_f32": lambda a: math.frexp(a)[0],
+    "v_frexp_exp_i32_f32": binary_exponent,
+    "v_frexp_exp_i32_f64": lambda a: binary_exponent(struct.unpack("<d", a.to_bytes(8, "little"))[0]),
+    "v_cvt_f64_f32": lambda a: int.from_bytes(struct.pack("<d", a), "little"),
     "v_cvt_f32_u32": float,
     "v_cvt_f32_i32": lambda a: float(i32(a)),
     "v_cvt_u32_f32": whole(0, 2**32 - 1),

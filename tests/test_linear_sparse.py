@@ -2,7 +2,6 @@
 one."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,10 +20,9 @@ DELTA = 2.0**-6
 
 
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small problems are left sparse too, where everything at once would be as fast."""
     monkeypatch.setattr(budget, "MOST_SHARE", 1.0)
-    yield
 
 
 # ── rows without a gradient ─────────────────────────────────────────────────────────────────────────────────────────
@@ -62,7 +60,9 @@ def test_gradients_with_rows_of_zero(case: Case, kinds: tuple[str | None, ...], 
     twin = with_gradients(lambda *t: plain(case, *t), tensors, grads)
     gold_grads = [None if g is None else g.cpu().double() for g in grads]
     gold = with_gradients(lambda *t: plain(case, *t), in_fp64(tensors), gold_grads)
-    for name, o, g, t in zip(("logprob", "entropy", "lse", "d_hidden", "d_weight", "d_bias"), out, gold, twin, strict=False):
+    for name, o, g, t in zip(
+        ("logprob", "entropy", "lse", "d_hidden", "d_weight", "d_bias"), out, gold, twin, strict=False
+    ):
         assert_close(o, g, t, name)
         if case.num_rows >= 16 and "d_" in name:
             assert_bites(g, t, name)
@@ -142,7 +142,9 @@ def missing(grads: list[Tensor], gold: list[Tensor]) -> list[float]:
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bound_holds(kind: str, with_entropy: bool, place: Place, always: None, request: pytest.FixtureRequest) -> None:
+def test_the_bound_holds(
+    kind: str, with_entropy: bool, place: Place, always: None, request: pytest.FixtureRequest
+) -> None:
     """Every gradient is within the bound that was returned, times the largest row that its error is made of."""
     case = Sparse(kind, has_bias=kind in ("policy", "random", "ignored"))
     if place.backend == "eager":
@@ -156,7 +158,9 @@ def test_the_bound_holds(kind: str, with_entropy: bool, place: Place, always: No
     grads, (skipped, total, is_sparse, passes) = sparse(case, place, DELTA, with_entropy)
     assert passes == 1 and 0 <= skipped <= DELTA * total * 1.02
     assert is_sparse == (skipped > 0) or kind == "one word"
-    for name, error, norm, other in zip(("hidden", "weight", "bias"), missing(grads, gold), norms, rounding, strict=False):
+    for name, error, norm, other in zip(
+        ("hidden", "weight", "bias"), missing(grads, gold), norms, rounding, strict=False
+    ):
         assert error <= skipped * norm + 2 * other, f"d_{name}"
     if kind == "policy":
         # Something was left out, and more than rounding: the bound above has been tried.

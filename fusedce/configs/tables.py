@@ -23,7 +23,7 @@ _SM_90 = {
     "linear_ce_seeded_options": _HEAD_OPTIONS,
     "linear_ce_dlogits": _HEAD,
     "linear_ce_dlogits_options": _HEAD_OPTIONS,
-    # Adds to fp32 in quarters of the tile.
+    # Adds to fp32, a quarter of the tile at a time.
     "linear_ce_d_hidden": GemmTile(128, 256, 64, num_warps=8, num_stages=3, group_m=16, tma=True, staged_bytes=1),
     "linear_ce_d_weight": _HEAD,
     # Rows are gathered, by pointers.

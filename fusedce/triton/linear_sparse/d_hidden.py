@@ -1,4 +1,4 @@
-"""d_hidden's product over a chunk of words, added to those of the chunks before, for as many rows as the device says."""
+"""d_hidden's product over a chunk of words, added to the chunks before, for as many rows as the device says."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusedce import arch
 from fusedce.configs import GemmTile, tile_for
-from fusedce.triton.common import dot, grouped_order, launch_options, num_programs, operand
+from fusedce.triton.common import describable, dot, grouped_order, launch_options, num_programs, operand
 
 STAGE = "linear_ce_d_hidden"
 
@@ -19,11 +19,35 @@ def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def add_to(out, first_row, first_column, part, IS_FIRST: tl.constexpr):
-    """out[first_row:, first_column:] += part, or = part."""
-    if not IS_FIRST:
-        part += out.load([first_row, first_column])
-    out.store([first_row, first_column], part)
+def store_quarters(out_ptrs, mask_n, columns, acc, IS_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """out (+)= acc, a quarter of the columns at a time; out_ptrs: the first quarter's; columns: how many there are.
+
+    Two quarters of what is there are on their way while one is added: read one after another they are a tenth of the
+    kernel's time, all at once they do not fit the registers.
+    """
+    left, right = halves(acc, ROWS, COLUMNS)
+    part_0, part_1 = halves(left, ROWS, COLUMNS // 2)
+    part_2, part_3 = halves(right, ROWS, COLUMNS // 2)
+    step: tl.constexpr = COLUMNS // 4
+    offs = tl.arange(0, step)[None, :]
+    mask_0 = mask_n & (offs < columns)
+    mask_1 = mask_n & (offs < columns - step)
+    mask_2 = mask_n & (offs < columns - 2 * step)
+    mask_3 = mask_n & (offs < columns - 3 * step)
+    if IS_FIRST:
+        tl.store(out_ptrs, part_0, mask=mask_0)
+        tl.store(out_ptrs + step, part_1, mask=mask_1)
+        tl.store(out_ptrs + 2 * step, part_2, mask=mask_2)
+        tl.store(out_ptrs + 3 * step, part_3, mask=mask_3)
+    else:
+        old_0 = tl.load(out_ptrs, mask=mask_0, other=0.0)
+        old_1 = tl.load(out_ptrs + step, mask=mask_1, other=0.0)
+        tl.store(out_ptrs, part_0 + old_0, mask=mask_0)
+        old_2 = tl.load(out_ptrs + 2 * step, mask=mask_2, other=0.0)
+        tl.store(out_ptrs + step, part_1 + old_1, mask=mask_1)
+        old_3 = tl.load(out_ptrs + 3 * step, mask=mask_3, other=0.0)
+        tl.store(out_ptrs + 2 * step, part_2 + old_2, mask=mask_2)
+        tl.store(out_ptrs + 3 * step, part_3 + old_3, mask=mask_3)
 
 
 @triton.jit
@@ -31,7 +55,7 @@ def d_hidden_bwd_kernel(
     d_logits,
     weight,
     count_ptr,
-    out,
+    out_ptr,
     vocab,
     depth,
     d_logits_stride,
@@ -43,8 +67,8 @@ def d_hidden_bwd_kernel(
     BLOCK_V: tl.constexpr,
     GROUP_N: tl.constexpr,
 ):
-    """A program takes one BLOCK_N × BLOCK_D tile after another of out (N, D) fp32 (+)= d_logits · weight, over the first
-    *count_ptr rows; the tile that they end in is written to its end.
+    """A program takes one BLOCK_N × BLOCK_D tile after another of out (N, D) fp32 (+)= d_logits · weight, the first
+    *count_ptr rows of it.
 
     Each element has one program, which adds once. Reads both operands from L2, reads and writes 4 bytes an element.
     Offsets are int64: rows × words and rows × D may pass 2³¹.
@@ -56,22 +80,16 @@ def d_hidden_bwd_kernel(
         block_n, block_d = grouped_order(tile, num_n, num_d, GROUP_N)
         first_n = block_n * BLOCK_N
         first_d = block_d * BLOCK_D
+        offs_n = (first_n + tl.arange(0, BLOCK_N)).to(tl.int64)
+        mask_n = (offs_n < count)[:, None]
         acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         if DESCRIPTORS:
             for start in range(0, vocab, BLOCK_V):
                 acc = dot(d_logits.load([first_n, start]), weight.load([start, first_d]), acc)
-            # In quarters: one of fp32 in shared memory leaves three buffers to the operands.
-            left, right = halves(acc, BLOCK_N, BLOCK_D)
-            part_0, part_1 = halves(left, BLOCK_N, BLOCK_D // 2)
-            part_2, part_3 = halves(right, BLOCK_N, BLOCK_D // 2)
-            add_to(out, first_n, first_d, part_0, IS_FIRST)
-            add_to(out, first_n, first_d + BLOCK_D // 4, part_1, IS_FIRST)
-            add_to(out, first_n, first_d + BLOCK_D // 2, part_2, IS_FIRST)
-            add_to(out, first_n, first_d + 3 * (BLOCK_D // 4), part_3, IS_FIRST)
+            out_ptrs = out_ptr + offs_n[:, None] * depth + first_d + tl.arange(0, BLOCK_D // 4)[None, :]
+            store_quarters(out_ptrs, mask_n, depth - first_d, acc, IS_FIRST, BLOCK_N, BLOCK_D)
         else:
-            offs_n = (first_n + tl.arange(0, BLOCK_N)).to(tl.int64)
             offs_d = first_d + tl.arange(0, BLOCK_D)
-            mask_n = (offs_n < count)[:, None]
             mask_d = (offs_d < depth)[None, :]
             for start in range(0, vocab, BLOCK_V):
                 offs_v = start + tl.arange(0, BLOCK_V)
@@ -80,7 +98,7 @@ def d_hidden_bwd_kernel(
                 b_ptrs = weight + offs_v.to(tl.int64)[:, None] * weight_stride + offs_d[None, :]
                 a = tl.load(a_ptrs, mask=mask_n & mask_v[None, :], other=0.0)
                 acc = dot(a, tl.load(b_ptrs, mask=mask_v[:, None] & mask_d, other=0.0), acc)
-            out_ptrs = out + offs_n[:, None] * depth + offs_d[None, :]
+            out_ptrs = out_ptr + offs_n[:, None] * depth + offs_d[None, :]
             if not IS_FIRST:
                 acc += tl.load(out_ptrs, mask=mask_n & mask_d, other=0.0)
             tl.store(out_ptrs, acc, mask=mask_n & mask_d)
@@ -94,11 +112,11 @@ def signature(dtype: str, tile: GemmTile) -> dict[str, str]:
     by_tma = {
         "d_logits": f"tensordesc<{dtype}[{tile.block_m}, {tile.block_k}]>",
         "weight": f"tensordesc<{dtype}[{tile.block_k}, {tile.block_n}]>",
-        "out": f"tensordesc<fp32[{tile.block_m}, {tile.block_n // 4}]>",
     }
     return {
-        **(by_tma if tile.tma else {**dict.fromkeys(("d_logits", "weight"), f"*{dtype}"), "out": "*fp32"}),
+        **(by_tma if tile.tma else dict.fromkeys(("d_logits", "weight"), f"*{dtype}")),
         "count_ptr": "*i32",
+        "out_ptr": "*fp32",
         **dict.fromkeys(("vocab", "depth", "d_logits_stride", "weight_stride"), "i32"),
         **dict.fromkeys(constexprs(tile), "constexpr"),
     }
@@ -116,16 +134,15 @@ def constexprs(tile: GemmTile, is_first: bool = True) -> dict[str, int]:
     }
 
 
-def add_d_hidden(d_logits: Tensor, weight: Tensor, count: Tensor, out: Tensor, by_tma: bool, is_first: bool) -> None:
-    """out (N, D) fp32 (+)= d_logits (N, words) · weight (words, D), over the first count (1,) int32 rows. by_tma: all
-    three can be described."""
+def add_d_hidden(d_logits: Tensor, weight: Tensor, count: Tensor, out: Tensor, is_first: bool) -> None:
+    """out (N, D) fp32 (+)= d_logits (N, words) · weight (words, D), over the first count (1,) int32 rows."""
     num_rows, depth = out.shape
     machine = arch.of_device(weight.device)
-    tile = tile_for(STAGE, machine, weight.element_size(), by_tma)
+    tile = tile_for(STAGE, machine, weight.element_size(), describable(d_logits) and describable(weight))
     tiles = triton.cdiv(num_rows, tile.block_m) * triton.cdiv(depth, tile.block_n)
     with torch.cuda.device_of(weight):
         KERNEL[(num_programs(tiles, tile, machine),)](
             operand(d_logits, tile, (tile.block_m, tile.block_k)), operand(weight, tile, (tile.block_k, tile.block_n)),
-            count, operand(out, tile, (tile.block_m, tile.block_n // 4)), *weight.shape,
+            count, out, *weight.shape,
             d_logits.stride(0), weight.stride(0), **constexprs(tile, is_first), **launch_options(tile, machine),
         )  # fmt: skip

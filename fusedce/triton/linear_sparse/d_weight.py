@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusedce import arch
 from fusedce.configs import GemmTile, tile_for
-from fusedce.triton.common import dot, grouped_order, launch_options, num_programs, operand, round_to
+from fusedce.triton.common import describable, dot, grouped_order, launch_options, num_programs, operand, round_to
 
 STAGE = "linear_ce_d_weight"
 
@@ -95,10 +95,11 @@ def constexprs(tile: GemmTile) -> dict[str, int]:
     }
 
 
-def d_weight(d_logits: Tensor, rows: Tensor, count: Tensor, scale: Tensor, out: Tensor, by_tma: bool) -> None:
+def d_weight(d_logits: Tensor, rows: Tensor, count: Tensor, scale: Tensor, out: Tensor) -> None:
     """out (words, D) = scale · d_logitsᵀ (words, N) · rows (N, D), over the first count (1,) int32 rows; untouched where
-    that is below 0. by_tma: all three can be described."""
+    that is below 0."""
     machine = arch.of_device(out.device)
+    by_tma = all(map(describable, (d_logits, rows, out)))
     tile = tile_for(STAGE, machine, out.element_size(), by_tma)
     tiles = triton.cdiv(out.shape[0], tile.block_m) * triton.cdiv(out.shape[1], tile.block_n)
     with torch.cuda.device_of(out):

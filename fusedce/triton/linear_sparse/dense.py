@@ -15,11 +15,10 @@ from fusedce import arch, env
 from fusedce.budget import WORD_TILE
 from fusedce.configs import tile_for
 from fusedce.options import LogitOptions
-from fusedce.triton.common import describable
 from fusedce.triton.linear_ce.backward import launch_d_logits
-from fusedce.triton.linear_sparse import d_hidden as hidden_product
 from fusedce.triton.linear_sparse import d_weight as weight_product
 from fusedce.triton.linear_sparse.d_bias import d_bias
+from fusedce.triton.linear_sparse.d_hidden import add_d_hidden
 from fusedce.triton.linear_sparse.live_rows import live_rows
 from fusedce.triton.linear_sparse.spread import spread_rows
 
@@ -85,12 +84,9 @@ def products(problem: Problem, order: Tensor, place: Tensor, count: Tensor, buff
             problem.has_entropy, d_logits, count,
         )  # fmt: skip
         if total.numel():
-            by_tma = all(map(describable, (d_logits, weight[part], total)))
-            hidden_product.add_d_hidden(d_logits, weight[part], count, total, by_tma, first == 0)
+            add_d_hidden(d_logits, weight[part], count, total, first == 0)
         if problem.d_weight.numel():
-            out = problem.d_weight[part]
-            by_tma = all(map(describable, (d_logits, rows, out)))
-            weight_product.d_weight(d_logits, rows, count, problem.scale, out, by_tma)
+            weight_product.d_weight(d_logits, rows, count, problem.scale, problem.d_weight[part])
         if problem.d_bias.numel():
             d_bias(d_logits, None, count, problem.scale, problem.d_bias[part])
     if total.numel():

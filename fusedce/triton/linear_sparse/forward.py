@@ -20,7 +20,5 @@ def linear_logprob_sparse(
     """logprob, entropy, lse (N,), normalizer (N, 2), fp32, and mass (tiles, N) bf16, (0, 0) without a budget."""
     shape = (budget.num_tiles(weight.shape[0]), hidden.shape[0]) if gradient_budget else (0, 0)
     mass = hidden.new_empty(shape, dtype=torch.bfloat16)
-    results = results_and_mass(
-        hidden, weight, target, bias, options, with_entropy, mass if gradient_budget else None
-    )
+    results = results_and_mass(hidden, weight, target, bias, options, with_entropy, mass if gradient_budget else None)
     return *results, mass

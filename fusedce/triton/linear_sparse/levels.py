@@ -44,18 +44,22 @@ def levels_kernel(
     lost = tl.zeros((LEVELS,), tl.float32)
     count = tl.zeros((LEVELS,), tl.int32)
     first = tl.program_id(1) * TILES
-    for start in range(first, tl.minimum(first + TILES, num_tiles), BLOCK_T):
-        tile = start + tl.arange(0, BLOCK_T)
-        mask = (tile < num_tiles)[:, None] & mask_n[None, :]
-        bound = pair_bounds(
-            mass_ptr, row_ptr, tile[:, None], offs_n[None, :], mask, mass_stride, HAS_ENTROPY, WORD_TILE
-        )
-        is_own = own_tile[None, :] == tile[:, None]
-        for index in range(LEVELS):
-            level = tl.load(level_ptr + index)
-            worked = mask & ((bound >= level) | is_own)
-            lost += tl.where(offs_l == index, tl.sum(tl.sum(tl.where(worked, 0.0, bound), 0), 0), 0.0)
-            count += tl.where(offs_l == index, tl.sum(tl.sum(worked.to(tl.int32), 0), 0), 0)
+    # Levels outside: a sum over the block costs far more than bounds made again, whose masses are in the cache.
+    for index in range(LEVELS):
+        level = tl.load(level_ptr + index)
+        below = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        above = tl.zeros((BLOCK_T, BLOCK_N), tl.int32)
+        for start in range(first, tl.minimum(first + TILES, num_tiles), BLOCK_T):
+            tile = start + tl.arange(0, BLOCK_T)
+            mask = (tile < num_tiles)[:, None] & mask_n[None, :]
+            bound = pair_bounds(
+                mass_ptr, row_ptr, tile[:, None], offs_n[None, :], mask, mass_stride, HAS_ENTROPY, WORD_TILE
+            )
+            worked = mask & ((bound >= level) | (own_tile[None, :] == tile[:, None]))
+            below += tl.where(worked, 0.0, bound)
+            above += worked.to(tl.int32)
+        lost += tl.where(offs_l == index, tl.sum(tl.sum(below, 0), 0), 0.0)
+        count += tl.where(offs_l == index, tl.sum(tl.sum(above, 0), 0), 0)
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     tl.store(lost_ptr + program * LEVELS + offs_l, lost)
     tl.store(count_ptr + program * LEVELS + offs_l, count)

@@ -36,8 +36,8 @@ def pair_hidden_bwd_kernel(
     WORD_TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program takes one row after another: out[row] = scale · Σ d · weight[word] over the words of its pairs whose |d|
-    is from the word threshold on, pair by pair, the largest first; dropped[row] = Σ |d| of the others. Nothing is done
+    """A program takes one row after another: out[row] = scale · Σ d · weight[word] over the words of its pairs with |d|
+    from the word threshold on, pair by pair, the largest first; dropped[row] = Σ |d| of the others. Nothing is done
     where the count is below 0.
 
     Reads WORD_TILE numbers a pair and D a word, from L2 where words are frequent. Offsets are int64.
@@ -100,7 +100,7 @@ def pair_hidden(
     scale: Tensor,
     out: Tensor,
 ) -> Tensor:
-    """Fill out (N, D); returns dropped (N,) fp32. lists: row_pair, row_tile and row_starts, (N · num_ranges + 1,), where
+    """Fill out (N, D); returns dropped (N,) fp32. lists: row_pair, row_tile, and row_starts (N · num_ranges + 1,), where
     those of each row begin. With a count (1,) below 0 nothing is written, and dropped is 0."""
     num_rows, depth = out.shape
     dropped = out.new_zeros(num_rows, dtype=torch.float32)

@@ -136,9 +136,7 @@ def block_table(offsets: Tensor, capacity: int, block_p: int) -> Tensor:
     return torch.stack((tile, first, offsets[1:].index_select(0, tile)))
 
 
-def pair_logits(
-    problem: Problem, offsets: Tensor, pair_row: Tensor, word_threshold: Tensor, out: Tensor
-) -> Tensor:
+def pair_logits(problem: Problem, offsets: Tensor, pair_row: Tensor, word_threshold: Tensor, out: Tensor) -> Tensor:
     """Fill out (pairs, WORD_TILE); returns (1,) int64, how many of its words are from the word threshold on.
 
     offsets: (tiles + 1,) int32, where each tile's pairs begin; pair_row: (pairs,) int32, the row of each.

@@ -48,9 +48,7 @@ def sparse_gradients(
         )  # fmt: skip
         lost = lost + dropped.sum(0, keepdim=True, dtype=torch.float64) * budget.MARGIN
     if problem.d_weight.numel():
-        pair_weight(
-            pairs, problem.hidden, lists.pair_row, lists.offsets, on, problem.scale, problem.d_weight
-        )
+        pair_weight(pairs, problem.hidden, lists.pair_row, lists.offsets, on, problem.scale, problem.d_weight)
     if problem.d_bias.numel():
         d_bias(pairs, lists.offsets, on, problem.scale, problem.d_bias)
     return accepted, lost

@@ -63,8 +63,8 @@ def constexprs(tile: GemmTile | None = None) -> dict[str, int]:
 
 
 def spread_rows(rows: Tensor, place: Tensor, count: Tensor, scale: Tensor, out: Tensor) -> None:
-    """out (N, D) = scale · rows[place] of rows (N, D) fp32, 0 where place (N,) is below 0; untouched where count (1,) is
-    below 0."""
+    """out (N, D) = scale · rows[place] of rows (N, D) fp32, 0 where place (N,) is below 0; untouched where count (1,)
+    is below 0."""
     num_rows, depth = out.shape
     if num_rows:
         with torch.cuda.device_of(out):

@@ -3,8 +3,8 @@
 Stages: linear_ce_fwd (logits tile, its sums), linear_ce_seeded (its exponentials, for the loss with gradients in one
 pass), linear_ce_dlogits (its gradient), all again with a bias or a softcap, for which the wide tile has no registers
 left (a lane would hold the bias of 64 words); linear_ce_d_hidden and linear_ce_d_weight (products over as many rows as
-the device says), linear_ce_pairs and linear_ce_pair_weight (over gathered rows); moe_gate_up (two accumulators), moe_rows (down projection and d_hidden),
-moe_act_bwd (gradient of the activation), moe_wgrad (weights).
+the device says), linear_ce_pairs, again with options, and linear_ce_pair_weight (over gathered rows); moe_gate_up (two
+accumulators), moe_rows (down projection and d_hidden), moe_act_bwd (gradient of the activation), moe_wgrad (weights).
 """
 
 from dataclasses import replace

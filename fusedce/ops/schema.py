@@ -44,9 +44,10 @@ LIB.define(
     "-> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
 )
 # The same with a backward that leaves out what does not count (`fusedce.budget`). gradient_budget 0: rows without a
-# gradient; above 0: also words, within that share of the gradient. certificate (4,) fp32: its value is not read, and its
-# gradient says what was left out.
-# -> and mass (⌈V/256⌉, N) bf16: the probability of each tile of words but the target's, cut upwards; (0, 0) for budget 0
+# gradient; above 0: also words, within that share of the gradient. certificate (4,) fp32: its value is not read, and
+# its gradient says what was left out.
+# -> and mass (⌈V/256⌉, N) bf16: the probability of each tile of words but the target's, cut upwards; (0, 0) without
+#    a budget above 0
 LIB.define(
     "linear_logprob_sparse(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? row_temperature=None, "
     "Tensor? certificate=None, *, int ignore_index=-100, float temperature=1.0, float softcap=0.0, "
@@ -57,8 +58,8 @@ LIB.define(
 LIB.define(
     "linear_logprob_sparse_backward(Tensor? d_logprob, Tensor? d_entropy, Tensor? d_lse, Tensor hidden, Tensor weight, "
     "Tensor target, Tensor? bias, Tensor? row_temperature, Tensor logprob, Tensor entropy, Tensor normalizer, "
-    "Tensor mass, int ignore_index, float temperature, float softcap, float gradient_budget, bool[3] mask, str backend) "
-    "-> (Tensor d_hidden, Tensor d_weight, Tensor d_bias, Tensor certificate)"
+    "Tensor mass, int ignore_index, float temperature, float softcap, float gradient_budget, bool[3] mask, "
+    "str backend) -> (Tensor d_hidden, Tensor d_weight, Tensor d_bias, Tensor certificate)"
 )
 # loss = Σ −nll_weight·logprob + lse_weight·lse + square_weight·lse², weights (N,) fp32, with its gradients
 # -> loss (), d_hidden (N,D), d_weight (V,D), d_bias (V,)

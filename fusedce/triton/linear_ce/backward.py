@@ -210,7 +210,7 @@ def launch_d_logits(
     run = head((STAGE, STAGE_WITH_OPTIONS), rows, weight, bias, options, out)
     with torch.cuda.device_of(rows):
         KERNEL[run.grid()](
-            *run.arguments(), target, numbers, target if count is None else count, operand(out, run.tile, (run.tile.block_m, run.tile.block_n)),
-            *run.sizes(), out.stride(0),
+            *run.arguments(), target, numbers, target if count is None else count,
+            operand(out, run.tile, (run.tile.block_m, run.tile.block_n)), *run.sizes(), out.stride(0),
             **run.constants(), HAS_ENTROPY=has_entropy, COUNTED=count is not None, **run.launch(),
         )  # fmt: skip

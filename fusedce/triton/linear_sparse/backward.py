@@ -57,4 +57,5 @@ def linear_logprob_sparse_backward(
         order = torch.argsort(live, descending=True, stable=True)
         place = torch.where(live, live.cumsum(0) - 1, -1)
         products(problem, order, place, count, buffer)
-    return *grads, budget.certificate(total, lost, is_sparse, scale)
+    d_hidden, d_weight, d_bias = grads
+    return d_hidden, d_weight, d_bias, budget.certificate(total, lost, is_sparse, scale)

@@ -43,7 +43,7 @@ def is_worked(
     HAS_ENTROPY: tl.constexpr,
     WORD_TILE: tl.constexpr,
 ):
-    """Which pairs of tile and rows offs_n are worked: those from the threshold on, and each target's (own_tile; −1 for a
-    row without a gradient)."""
+    """Which pairs of tile and rows offs_n are worked: those from the threshold on, and each target's (own_tile; −1 for
+    a row without a gradient)."""
     bound = pair_bounds(mass_ptr, row_ptr, tile, offs_n, mask, mass_stride, HAS_ENTROPY, WORD_TILE)
     return mask & ((bound >= threshold) | (own_tile == tile))

@@ -96,8 +96,8 @@ def constexprs(tile: GemmTile) -> dict[str, int]:
 
 
 def d_weight(d_logits: Tensor, rows: Tensor, count: Tensor, scale: Tensor, out: Tensor) -> None:
-    """out (words, D) = scale · d_logitsᵀ (words, N) · rows (N, D), over the first count (1,) int32 rows; untouched where
-    that is below 0."""
+    """out (words, D) = scale · d_logitsᵀ (words, N) · rows (N, D), over the first count (1,) int32 rows; untouched
+    where that is below 0."""
     machine = arch.of_device(out.device)
     by_tma = all(map(describable, (d_logits, rows, out)))
     tile = tile_for(STAGE, machine, out.element_size(), by_tma)

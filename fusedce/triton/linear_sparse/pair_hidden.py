@@ -100,8 +100,8 @@ def pair_hidden(
     scale: Tensor,
     out: Tensor,
 ) -> Tensor:
-    """Fill out (N, D); returns dropped (N,) fp32. lists: row_pair, row_tile, and row_starts (N · num_ranges + 1,), where
-    those of each row begin. With a count (1,) below 0 nothing is written, and dropped is 0."""
+    """Fill out (N, D); returns dropped (N,) fp32. lists: row_pair, row_tile, and row_starts (N · num_ranges + 1,),
+    where those of each row begin. With a count (1,) below 0 nothing is written, and dropped is 0."""
     num_rows, depth = out.shape
     dropped = out.new_zeros(num_rows, dtype=torch.float32)
     if num_rows:

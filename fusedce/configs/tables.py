@@ -24,12 +24,13 @@ _SM_90 = {
     "linear_ce_dlogits": _HEAD,
     "linear_ce_dlogits_options": _HEAD_OPTIONS,
     # Adds to fp32, a quarter of the tile at a time.
-    "linear_ce_d_hidden": GemmTile(128, 256, 64, num_warps=8, num_stages=3, group_m=16, tma=True, staged_bytes=1),
+    "linear_ce_d_hidden": GemmTile(128, 256, 64, num_warps=8, num_stages=4, group_m=16, tma=True, staged_bytes=1),
     "linear_ce_d_weight": _HEAD,
     # Rows are gathered, by pointers.
     "linear_ce_pairs": _GEMM,
     "linear_ce_pairs_options": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
-    "linear_ce_pair_weight": _GEMM,
+    # A tile of frequent words has most of the pairs: small output tiles share it among more SMs.
+    "linear_ce_pair_weight": GemmTile(128, 128, 64, num_warps=4, num_stages=3),
     "moe_gate_up": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
     "moe_rows": _GEMM,
     # SwiGLU's backward holds five tiles at once: twice as wide spills.

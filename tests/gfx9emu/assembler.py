@@ -1,16 +1,14 @@
-"""Single instructions for the emulator's own tests: assembled by llvm-mc, taken apart by llvm-objdump, executed on
-registers with given contents."""
+"""Single instructions for the emulator's own tests: assembled by llvm-mc, executed on registers with given contents."""
 
+import re
 import subprocess
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
 from tests import toolchain
 from tests.gfx9emu.code_object import bind
-from tests.gfx9emu.decode import Instruction, disassemble
+from tests.gfx9emu.decode import Instruction, instruction
 from tests.gfx9emu.front import LANES, Front
 from tests.gfx9emu.machine import Machine
 from tests.gfx9emu.memory import LDS, Memory
@@ -18,15 +16,22 @@ from tests.gfx9emu.memory import LDS, Memory
 CHIP = "gfx950"  # knows all that gfx942 knows but xf32
 
 
+ENCODED = re.compile(r"\s*(\S+)\s*(.*?)\s*; encoding: \[([0-9a-fx,]+)\]")
+
+
 @cache
 def assemble(*lines: str, chip: str = CHIP) -> tuple[Instruction, ...]:
-    """Instructions in assembler text, one a line."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "code.o"
-        command = [toolchain.llvm_tool("llvm-mc"), "-arch=amdgcn", f"-mcpu={chip}", "-filetype=obj", "-o", str(path)]
-        done = subprocess.run(command, input="\n".join(lines) + "\n", text=True, capture_output=True)
-        assert done.returncode == 0, done.stderr
-        return tuple(disassemble(path, chip))
+    """Instructions in assembler text, one a line; as the disassembler would print them."""
+    command = [toolchain.llvm_tool("llvm-mc"), "-arch=amdgcn", f"-mcpu={chip}", "-show-encoding"]
+    done = subprocess.run(command, input="\n".join(lines) + "\n", text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    found = []
+    for match in map(ENCODED.match, done.stdout.splitlines()):
+        if match:
+            octets = bytes(int(octet, 16) for octet in match[3].split(","))
+            words = (octets[at : at + 4][::-1].hex() for at in range(0, len(octets), 4))
+            found.append(instruction(match[1], match[2], 0, " ".join(words)))
+    return tuple(found)
 
 
 def front(waves: int = 2, scratch_bytes: int = 0) -> Front:

@@ -37,5 +37,5 @@ MUTANTS = (
          tests=RUN.format("gfx942", "experts-N70-D64-F48-E3-K2-bfloat16-one")),
     dict(name="amd-slot-that-takes-no-part", file=MOE + "slot_grad.py", breaks="its weight's gradient is NaN",
          old="acc = tl.where(row == -1, 0.0, acc)", new="acc = acc",
-         tests=RUN.format("gfx950", "slots-that-take-no-part")),
+         tests=RUN.format("gfx942", "slots-that-take-no-part")),
 )  # fmt: skip

@@ -7,7 +7,7 @@ ignored.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from unittest import mock
 
@@ -31,6 +31,7 @@ from tests import (
     test_moe_route_choice,
 )
 from tests.conftest import Place
+from tests.gfx9emu.hip import CHIPS
 from tests.linear_ce_cases import Case, ours
 from tests.test_linear_ce_loss import Loss
 
@@ -42,11 +43,16 @@ RANDOM = ("random", "random", "random")
 @dataclass(frozen=True)
 class Run:
     """name: of the test; run: raises unless the values are right; kernels: modules under fusedce.triton, with a dot,
-    whose kernels it must launch."""
+    whose kernels it must launch; chips: where it runs. What changes a kernel in the same way on both runs on one."""
 
     name: str
     run: Callable[[], object]
     kernels: tuple[str, ...]
+    chips: tuple[str, ...] = CHIPS
+
+    def once(self) -> "Run":
+        """The same on gfx942 alone."""
+        return replace(self, chips=CHIPS[:1])
 
 
 def rows_alone() -> None:
@@ -170,7 +176,7 @@ RUNS = (
     ),
     live_rows(37, 129, 24, dtype=BF16, has_bias=True, temperature=0.6),
     live_rows(65, 557, 33, dtype=FP16),
-    live_rows(67, 301, 48, dtype=FP32, has_bias=True),
+    live_rows(67, 301, 48, dtype=FP32, has_bias=True).once(),
     Run(
         "pairs-fp32",
         partial(sparse, partial(test_linear_sparse.test_the_bound_holds, request=None), "policy", True),
@@ -189,25 +195,25 @@ RUNS = (
         for dtype in (BF16, FP16, FP32)
     ),
     logprob_of(7, 24, 301, 48, dtype=BF16, has_bias=True, softcap=3.0),
-    logprob_of(40, 17, 257, 33, dtype=FP32),
+    logprob_of(40, 17, 257, 33, dtype=FP32).once(),
     experts(65, 47, 65, 6, 2, dtype=BF16, loads="half"),
     experts(70, 64, 48, 3, 2, dtype=BF16, loads="one"),
     experts(45, 48, 33, 5, 2, dtype=FP16),
     experts(37, 24, 20, 5, 2, dtype=FP32, loads="half"),
     with_biases(BF16, "gpt_oss", True),
-    with_biases(FP16, "geglu_tanh", False, "plan", False),
-    with_biases(FP32, "geglu"),
+    with_biases(FP16, "geglu_tanh", False, "plan", False).once(),
+    with_biases(FP32, "geglu").once(),
     Run(
         "experts-transposed",
         lambda: test_moe_experts.test_mo_a11_weights_and_hidden_may_be_views("transposed", HERE),
         EXPERTS,
-    ),
+    ).once(),
     Run(
         "slots-without-a-row",
         partial(test_moe_plan.test_mo_a16_slots_without_a_row, 3, HERE),
         (*EXPERTS, "moe.dispatch"),
     ),
-    Run("slots-that-take-no-part", partial(test_moe_plan.test_mo_a08_slots_that_take_no_part, HERE), EXPERTS),
+    Run("slots-that-take-no-part", partial(test_moe_plan.test_mo_a08_slots_that_take_no_part, HERE), EXPERTS).once(),
     *(
         Run(f"dispatch-{dtype}", lambda dtype=dtype: dispatch_of(dtype), ("moe.dispatch",))
         for dtype in (BF16, FP16, FP32)

@@ -9,9 +9,9 @@ from fusedce import arch, env
 from tests.gfx9emu.driver import emulated
 
 
-@pytest.fixture(params=["gfx942", "gfx950"])
+@pytest.fixture
 def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A GPU for CPU tensors: they get its tiles, and backend "triton" takes them."""
+    """A GPU for CPU tensors, named by the test's parameter: they get its tiles, and backend "triton" takes them."""
     name = request.param
     monkeypatch.setattr(arch, "of_device", lambda device: arch.ARCHS[name])
     monkeypatch.setattr(env, "triton_interpreted", lambda: True)

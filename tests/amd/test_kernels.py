@@ -8,6 +8,7 @@ import pytest
 
 from tests.amd.cases import RUNS, Run
 from tests.compile.matrix import Case, kernel_modules
+from tests.gfx9emu.hip import CHIPS
 from tests.gfx9emu.launch import STATS
 
 pytestmark = pytest.mark.amd
@@ -18,7 +19,10 @@ def kernel_name(module: str) -> str:
     return Case(module, "bf16", "gfx942", "off").source.KERNEL.__name__
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+PAIRS = [pytest.param(chip, run, id=f"{chip}-{run.name}") for chip in CHIPS for run in RUNS if chip in run.chips]
+
+
+@pytest.mark.parametrize(("chip", "run"), PAIRS, indirect=["chip"])
 def test_values(run: Run, chip: str) -> None:
     STATS.by_kernel.clear()
     run.run()

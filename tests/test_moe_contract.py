@@ -223,7 +223,7 @@ def test_bad_input_is_refused_and_the_next_call_works(
 
 
 @pytest.mark.parametrize("change", [dict(hidden=H[:3]), dict(down_proj=DN[:3]), dict(gate_up_proj=GU[:, :4]),
-                                    dict(down_proj=DN.bfloat16()), dict(row_slot=PLAN.row_slot[:5]),
+                                    dict(down_proj=DN.bfloat16()), dict(row_slot=PLAN.row_slot.repeat(2)),
                                     dict(offsets=PLAN.offsets[:4]), dict(slot_row=PLAN.slot_row.long()),
                                     dict(top_k_weights=WT[:2])], ids=lambda change: next(iter(change)))  # fmt: skip
 def test_a_direct_call_of_the_op_reads_nothing_out_of_bounds(change: dict[str, torch.Tensor]) -> None:

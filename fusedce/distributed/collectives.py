@@ -41,6 +41,11 @@ def start_all_gather(out: Tensor, rows: Tensor, group: dist.ProcessGroup) -> Tra
     return Transfer(out, all_gather(out, rows, group=group, async_op=True))
 
 
+def on_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """A copy of the host's numbers that no one waits for."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+
+
 def on_host(numbers: Tensor) -> list[list[int]]:
     """The rows of an integer matrix. Of a GPU's in one copy to pinned memory, for which the host waits."""
     if numbers.device.type == "cuda":

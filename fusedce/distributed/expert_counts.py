@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.distributed.collectives import on_host, start_all_to_all
+from fusedce.distributed.collectives import on_device, on_host, start_all_to_all
 from fusedce.distributed.dispatchers import DISPATCHERS
 
 MAX_CHUNKS = 64
@@ -63,7 +63,7 @@ def exchange_counts(header: Header, rows: Tensor | None, slots: Tensor | None, g
     num_ranks, num_fields = group.size(), len(NAMES)
     sent = torch.zeros((num_ranks, num_fields + 2 * MAX_CHUNKS), dtype=torch.int64)
     sent[:, :num_fields] = torch.tensor(astuple(header))
-    sent = sent.to(group_device(group))
+    sent = on_device(sent, group_device(group))
     for at, counts in enumerate((rows, slots)):
         if counts is not None:
             first = num_fields + at * MAX_CHUNKS

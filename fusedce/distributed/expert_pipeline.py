@@ -104,8 +104,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, top_k_weights, gate_up, down, gate_up_bias, down_bias, plan, settings, backend):  # type: ignore[no-untyped-def]
         experts = LocalWeights(gate_up, down, gate_up_bias, down_bias, settings, backend)
-        out, *kept = _forward(hidden, top_k_weights, experts, plan, keep=True)
-        ctx.save_for_backward(*kept, *experts.tensors)
+        out, rows, weights, pre_acts = _forward(hidden, top_k_weights, experts, plan, keep=True)
+        ctx.save_for_backward(rows, weights, *experts.tensors, *pre_acts)
         ctx.plan, ctx.settings, ctx.backend = plan, settings, backend
         return out
 
@@ -113,17 +113,17 @@ class _Experts(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):  # type: ignore[no-untyped-def]
         wanted = ctx.needs_input_grad[:6]
-        rows, weights, pre_act, gate_up, down, gate_up_bias, down_bias = ctx.saved_tensors
+        rows, weights, gate_up, down, gate_up_bias, down_bias, *pre_acts = ctx.saved_tensors
         experts = LocalWeights(gate_up, down, gate_up_bias, down_bias, ctx.settings, ctx.backend)
-        grads = _Backward(experts, rows, weights, pre_act, ctx.plan, wanted[2:]).run(d_out)
+        grads = _Backward(experts, rows, weights, pre_acts, ctx.plan, wanted[2:]).run(d_out)
         return *(grad if want else None for grad, want in zip(grads, wanted, strict=True)), None, None, None
 
 
 def _forward(
     hidden: Tensor, top_k_weights: Tensor, experts: LocalWeights, plan: ExpertPlan, *, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out (N, D); the received rows (A, D), their routing weights (A, S) and pre-activations (V, 2F), not all of the
-    first and none of the last without `keep`."""
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """out (N, D); the received rows (A, D), their routing weights (A, S) and each chunk's pre-activations (V, 2F), not
+    all of the first and none of the last without `keep`."""
     weights = plan.route.to_experts(top_k_weights, 0.0)
     weights_of = weights.split([sum(chunk.received) for chunk in plan.chunks])
     pre_acts: list[Tensor] = []
@@ -136,7 +136,7 @@ def _forward(
 
     received = Received.of(hidden, plan, keep)
     out = _pipeline(hidden, plan, received, compute, experts.backend)
-    return out, received.buffer, weights, _joined(pre_acts) if keep else hidden.new_empty(0)
+    return out, received.buffer, weights, pre_acts
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class _Backward:
     experts: LocalWeights
     rows: Tensor
     weights: Tensor
-    pre_act: Tensor
+    pre_acts: list[Tensor]
     plan: ExpertPlan
     wanted: tuple[bool, ...]
 
@@ -156,15 +156,13 @@ class _Backward:
         once = len(chunks) == 1
         sizes = [sum(chunk.received) for chunk in chunks]
         rows_of, weights_of = self.rows.split(sizes), self.weights.split(sizes)
-        kept = [chunk.experts.row_slot.shape[0] if self.experts.settings.keeps_pre_act else 0 for chunk in chunks]
-        pre_act_of = self.pre_act.split(kept)
         d_weights: list[Tensor] = []
         d_experts: list[Tensor] = []
 
         def compute(at: int, d_results: Tensor) -> Tensor:
             mask = self._mask(tokens=True, experts=once)
             grads = self.experts.backward(
-                d_results, rows_of[at], weights_of[at], chunks[at].experts, pre_act_of[at], mask
+                d_results, rows_of[at], weights_of[at], chunks[at].experts, self.pre_acts[at], mask
             )
             d_weights.append(grads[3])
             d_experts[:] = (*grads[1:3], *grads[4:])
@@ -173,14 +171,24 @@ class _Backward:
         def meanwhile() -> None:
             """The experts' gradients of all chunks, while the last one's results cross."""
             if not once and any(self.wanted):
-                pre_act = self.pre_act[plan.of_chunks] if self.experts.settings.keeps_pre_act else self.pre_act
                 mask = self._mask(tokens=False, experts=True)
-                grads = self.experts.backward(received.buffer, self.rows, self.weights, plan.whole, pre_act, mask)
+                grads = self.experts.backward(
+                    received.buffer, self.rows, self.weights, plan.whole, self._whole_pre_act(), mask
+                )
                 d_experts[:] = (*grads[1:3], *grads[4:])
 
-        received = Received.of(d_out, plan, keep=not once)
+        received = Received.of(d_out, plan, keep=not once and any(self.wanted))
         d_hidden = _pipeline(d_out, plan, received, compute, self.experts.backend, meanwhile)
         return d_hidden, plan.route.from_experts(_joined(d_weights)), *d_experts
+
+    def _whole_pre_act(self) -> Tensor:
+        """(V, 2F) the chunks' pre-activations in the order of the rows of `plan.whole`."""
+        if not self.experts.settings.keeps_pre_act:
+            return self.pre_acts[0]
+        whole = self.rows.new_empty((self.plan.whole.row_slot.shape[0], self.pre_acts[0].shape[1]))
+        for at, pre_act in enumerate(self.pre_acts):
+            whole.index_copy_(0, self.plan.whole_rows(at), pre_act)
+        return whole
 
     def _mask(self, *, tokens: bool, experts: bool) -> list[bool]:
         """Of rows, the projections, the slots' weights and the biases."""

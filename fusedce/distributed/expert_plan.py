@@ -42,16 +42,14 @@ class ExpertChunk:
 class ExpertPlan:
     """All that routing decides, integers only: keep it, and the layer runs again without routing, counts or sync.
 
-    top_k_index: (N, K) as given. whole: the plan of all chunks' received rows at once, for the weight gradients, and
-    of_chunks: (rows,) int64, where each of its rows lies among those of the chunks; None for one chunk. dispatcher,
-    reason: who was chosen, and why. sizes: (N, D), the hidden states' that it was made for.
+    top_k_index: (N, K) as given. whole: the plan of all chunks' received rows at once, for the weight gradients.
+    dispatcher, reason: who was chosen, and why. sizes: (N, D), the hidden states' that it was made for.
     """
 
     top_k_index: Tensor
     chunks: tuple[ExpertChunk, ...]
     route: SlotRoute
     whole: MoEPlan
-    of_chunks: Tensor | None
     dispatcher: str
     reason: str
     sizes: tuple[int, int]
@@ -69,10 +67,11 @@ class ExpertPlan:
     def num_local_experts(self) -> int:
         return self.num_experts // self.group.size()
 
-    @property
-    def num_received(self) -> int:
-        """Rows that this rank receives, of all chunks."""
-        return sum(sum(chunk.received) for chunk in self.chunks)
+    def whole_rows(self, chunk: int) -> Tensor:
+        """(rows,) int64: where the rows of a chunk's `experts` are in `whole`."""
+        earlier = sum(sum(each.received) for each in self.chunks[:chunk])
+        slots = self.chunks[chunk].experts.row_slot.long() + earlier * self.whole.top_k
+        return self.whole.slot_row.reshape(-1)[slots].long()
 
 
 def auto_chunks(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -> int:
@@ -117,8 +116,9 @@ def expert_plan(
             no multiple of R. On every other rank of the group, at the same time, ValueError that names this rank; and
             on all of them where they do not agree on D, dtype, E, K, the chunks or the dispatcher.
 
-    Memory: about 8·N·K bytes for the sending, 12 or 16 for each slot received. One all-to-all of 1 KiB a pair of ranks
-    and one copy to the host, which waits for it; then one all-to-all of the expert ids. Deterministic.
+    Memory, S slots a row being K, or 1 for "naive": 8·S + 4 bytes for a row sent, 4·S for a row received and 4 for each
+    of its slots here, the last two twice with several chunks; 16·N·K. One all-to-all of 1 KiB a pair of ranks and one
+    copy to the host, which waits for it; then one all-to-all of the expert ids. Deterministic.
     """
     group = dist.group.WORLD if group is None else group
     assert group is not None
@@ -211,12 +211,11 @@ class _Request:
             ExpertChunk(*self.sending.tokens(at), sends[at], sent[at], received[at], plans[at])
             for at in range(len(plans))
         )
-        whole, of_chunks = plans[0], None
+        whole = plans[0]
         if len(plans) > 1:
             whole = _shortened(moe_plan(ids, local, backend=self.backend), sum(served))
-            of_chunks = _rows_of_chunks(plans, served)[whole.row_slot.long()]
         return ExpertPlan(
-            self.top_k_index, chunks, route, whole, of_chunks, self.name, self.reason,
+            self.top_k_index, chunks, route, whole, self.name, self.reason,
             (hidden.shape[0], hidden.shape[1]), self.num_experts,
         )  # fmt: skip
 
@@ -260,8 +259,7 @@ class _Request:
             slots = (start + token)[:, None] * top_k + torch.arange(top_k, device=device)
             # past the chunk's end: a token that fills up
             slots = torch.where((token < stop - start)[:, None], slots, ELSEWHERE)
-            to = torch.tensor(line, device=device)
-            to = torch.arange(len(line), device=device).repeat_interleave(to, output_size=sum(line))
+            to = torch.arange(len(line), device=device).repeat_interleave(plan.counts, output_size=sum(line))
             parts.append(torch.where(ranks[slots] == to[:, None], slots, ELSEWHERE))
         return reordered(torch.cat(parts), sent)
 
@@ -274,13 +272,3 @@ class _Request:
 def _shortened(plan: MoEPlan, num_rows: int) -> MoEPlan:
     """The plan without room for slots that take no part: num_rows of them do, as the ranks have counted."""
     return MoEPlan(plan.offsets, plan.row_slot[:num_rows], plan.slot_row)
-
-
-def _rows_of_chunks(plans: list[MoEPlan], served: list[int]) -> Tensor:
-    """(received slots,) the row of each slot, the chunks' rows one after the other; for a slot without one, any."""
-    first = 0
-    rows = []
-    for plan, count in zip(plans, served, strict=True):
-        rows.append(plan.slot_row.reshape(-1).long() + first)
-        first += count
-    return torch.cat(rows)

@@ -156,6 +156,8 @@ LIB.define(
     "moe_plan_chunks(Tensor top_k_index, int num_experts, int num_chunks, *, str backend='auto') "
     "-> (Tensor offsets, Tensor row_slot, Tensor slot_row)"
 )
+# The ops on rows take a plan as moe_plan makes it, R = N·K, or its row_slot cut to R ≥ offsets[E] rows, which is
+# trusted as the plan's values are.
 # hidden (N,D), gate_up_proj (E,2F,D), down_proj (E,D,F), top_k_weights (N,K), gate_up_bias (E,2F), down_bias (E,D);
 # main gradients, fp32, like the weights: what the backward adds to, not read here
 # -> rows (R,D), each already times its routing weight, or (N,D), their sums, with combine; pre_act (R,2F), kept for the

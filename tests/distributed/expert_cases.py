@@ -33,15 +33,19 @@ EVEN, UNEVEN, ONE_HAS_NONE, FIRST_HAS_ALL = Layout((1,)), Layout((3, 1, 5, 2)), 
 
 @dataclass(frozen=True)
 class Problem:
-    """A case of the experts on one rank, and where its tokens lie here."""
+    """A case of the experts on one rank, and where its tokens lie here. missing: some slots take no part."""
 
     case: Case
     layout: Layout
     grad: str = "random"
+    missing: bool = False
 
     def inputs(self, device: str = "cpu") -> list[Tensor]:
         """hidden, gate_up_proj, down_proj, top_k_weights, top_k_index of all tokens and experts."""
-        return list(self.case.inputs(device))
+        *tensors, index = self.case.inputs(device)
+        if self.missing:
+            index[::2, 0], index[4] = -1, -1
+        return [*tensors, index]
 
     def local(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's tokens and experts of [hidden, gate_up_proj, down_proj, top_k_weights, …]."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.expert_parallel import model
+from fusedce import env
 from fusedce.distributed import (
     ExpertParallelMoE,
     auto_chunks,
@@ -255,6 +256,13 @@ def test_the_choice_of_a_dispatcher_follows_from_the_rows_that_cross() -> None:
 def test_the_pipeline_s_model_is_the_longer_part_with_a_ramp_and_a_drain() -> None:
     assert [model(8.0, 4.0, chunks) for chunks in (1, 2, 4)] == [12.0, 10.0, 9.0]
     assert [model(4.0, 8.0, chunks) for chunks in (1, 2, 4)] == [12.0, 10.0, 9.0]
+
+
+def test_a_group_can_tell_that_nothing_will_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert not env.one_device_queue()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert env.one_device_queue()
 
 
 def test_chunks_have_about_a_thousand_rows_an_expert() -> None:

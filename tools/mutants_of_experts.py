@@ -12,7 +12,7 @@ T_DESCRIPTORS = "-m interpret tests/interpret/test_moe_descriptors.py::test_{}[t
 T_MAIN = "-m interpret tests/interpret/test_moe_main_grad.py::test_{}[triton-cpu{}]"
 
 VALUES, SMALL = "values_and_gradients", "-N37-D24-F20-E5-K2-float32-random"
-EACH, NOT_FINITE = "values_and_every_gradient", "a_bias_makes_nothing_of_padding_and_of_slots_without_a_row"
+EACH = "values_and_every_gradient"
 CLAMPED = "-torch.float32-gpt_oss-True-pre_activation-True-1.0"
 TANH = "-torch.float32-geglu_tanh-False-pre_activation-True-1.0"
 PLAN_ONLY = "-torch.float32-gpt_oss-True-plan-False-1.0"
@@ -95,35 +95,27 @@ MUTANTS = (
         tests=T_OPTIONS.format(EACH, CLAMPED),
     ),
     dict(
-        name="experts-triton-padding-not-zeroed",
-        file=TRITON + "gate_up.py",
-        breaks="0 · inf in the rows of padding",
-        old="values = round_to(tl.where(mask_r, values, 0.0), dtype)",
-        new="values = round_to(values, dtype)",
-        tests=T_OPTIONS.format(NOT_FINITE, ""),
-    ),
-    dict(
         name="experts-triton-pads-unwritten",
         file=TRITON + "pad.py",
         breaks="old memory in the rows of padding",
         old="used = tl.where(tl.load(table_ptr + tile) < num_experts, end - start, 0)",
         new="used = TILE_R",
-        tests=T_BASE.format(VALUES, SMALL),
+        tests=T_DESCRIPTORS.format(EACH, DESCRIBED),
     ),
     dict(
-        name="experts-triton-second-tile",
+        name="experts-triton-first-row-left-out",
         file=TRITON + "tile_table.py",
-        breaks="an expert's tiles all start at its first row",
-        old="starts + (tile - (last - tiles)) * BLOCK_R",
-        new="starts",
-        tests=T_BASE.format(VALUES, "-N70-D16-F24-E2-K1-float32-one"),
+        breaks="an expert begins one row late",
+        old="tl.store(table_ptr + num_tiles + tile, start)",
+        new="tl.store(table_ptr + num_tiles + tile, start + 1)",
+        tests=T_BASE.format(VALUES, SMALL),
     ),
     dict(
         name="experts-triton-slot-without-a-row",
         file=TRITON + "tile_table.py",
-        breaks="a slot without a row gets some row",
+        breaks="a slot without a row gets the first one",
         old="tl.store(slot_padded_ptr + slots, without, mask=without < 0)",
-        new="pass",
+        new="tl.store(slot_padded_ptr + slots, 0 * without, mask=without < 0)",
         tests=T_BASE.format("mo_a08_slots_that_take_no_part", ""),
     ),
     dict(

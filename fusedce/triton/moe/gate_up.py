@@ -49,8 +49,8 @@ def gate_up_fwd_kernel(
     """A program takes one tile after another: BLOCK_R padded rows of one expert, BLOCK_N / 2 columns of gate and of up.
 
     Reads both operands from L2; writes act (padded rows, F) once and, where SAVE, pre_act (R,2F), gate before up
-    whatever the order in the weight. Rows that serve no slot are written as 0. Row, expert and weight offsets are
-    int64.
+    whatever the order in the weight. Rows that serve no slot are written as 0, rows of padding as anything. Row, expert
+    and weight offsets are int64.
     """
     BLOCK_F: tl.constexpr = BLOCK_N // 2
     num_f = tl.cdiv(ffn, BLOCK_F)
@@ -79,7 +79,6 @@ def gate_up_fwd_kernel(
             gate, up = both.reshape(BLOCK_R, 2, BLOCK_F).permute(0, 2, 1).split()
         start = tl.load(table_ptr + num_tiles + tile_r)
         offs_r = tl.arange(0, BLOCK_R)
-        mask_r = (start + offs_r < tl.load(table_ptr + 2 * num_tiles + tile_r))[:, None]
         offs_f = tile_f * BLOCK_F + tl.arange(0, BLOCK_F)
         mask_f = (offs_f < ffn)[None, :]
         dtype: tl.constexpr = act.dtype if DESCRIPTORS else act.dtype.element_ty
@@ -87,11 +86,12 @@ def gate_up_fwd_kernel(
             # The tile's first row in int64; inside it 32 bits do, and leave registers to the accumulators.
             corner = pre_act_ptr + start.to(tl.int64) * (2 * ffn)
             pre_act_ptrs = corner + offs_r[:, None] * (2 * ffn) + offs_f[None, :]
-            tl.store(pre_act_ptrs, round_to(gate, dtype), mask=mask_r & mask_f)
-            tl.store(pre_act_ptrs + ffn, round_to(up, dtype), mask=mask_r & mask_f)
+            mask = (start + offs_r < tl.load(table_ptr + 2 * num_tiles + tile_r))[:, None] & mask_f
+            tl.store(pre_act_ptrs, round_to(gate, dtype), mask=mask)
+            tl.store(pre_act_ptrs + ffn, round_to(up, dtype), mask=mask)
         values, _, _ = gated(gate, up, limit, KIND, dtype == tl.float32)
-        # A bias, or 0 · inf, would make something of the rows of padding.
-        values = round_to(tl.where(mask_r, values, 0.0), dtype)
+        # What a bias makes of the rows of padding is read by no product's depth.
+        values = round_to(values, dtype)
         if DESCRIPTORS:
             act.store([tile_r * BLOCK_R, tile_f * BLOCK_F], values)
         else:

@@ -54,8 +54,18 @@ class Counts:
     num_tokens: tuple[int, ...]
 
 
-def exchange_counts(header: Header, rows: Tensor | None, slots: Tensor | None, group: dist.ProcessGroup) -> Counts:
-    """Tell the ranks the header and this rank's (C, R) counts, and learn theirs. One all-to-all, one copy to the host.
+@dataclass(frozen=True)
+class DeviceCounts:
+    """What a rank tells that only its device knows: rows and slots for each rank, (C, R), and whether any expert id is
+    out of range, () bool."""
+
+    rows: Tensor
+    slots: Tensor
+    bad_ids: Tensor
+
+
+def exchange_counts(header: Header, counts: DeviceCounts | None, group: dist.ProcessGroup) -> Counts:
+    """Tell the ranks the header and this rank's counts, and learn theirs. One all-to-all, one copy to the host.
 
     Raises ValueError on every rank where a rank refused its arguments or the ranks do not agree; a rank that refused
     has its own error to raise.
@@ -64,10 +74,11 @@ def exchange_counts(header: Header, rows: Tensor | None, slots: Tensor | None, g
     sent = torch.zeros((num_ranks, num_fields + 2 * MAX_CHUNKS), dtype=torch.int64)
     sent[:, :num_fields] = torch.tensor(astuple(header))
     sent = on_device(sent, group_device(group))
-    for at, counts in enumerate((rows, slots)):
-        if counts is not None:
+    if counts is not None:
+        sent[:, NAMES.index("refused")] = counts.bad_ids.to(sent)
+        for at, table in enumerate((counts.rows, counts.slots)):
             first = num_fields + at * MAX_CHUNKS
-            sent[:, first : first + counts.shape[0]] = counts.t().to(sent)
+            sent[:, first : first + table.shape[0]] = table.t().to(sent)
     received = torch.empty_like(sent)
     one_each = (1,) * num_ranks
     start_all_to_all(received, sent, one_each, one_each, group).wait()
@@ -75,13 +86,13 @@ def exchange_counts(header: Header, rows: Tensor | None, slots: Tensor | None, g
     headers = [Header(*row[:num_fields]) for row in both[num_ranks:]]
     check_headers(headers)
 
-    def table(half: list[list[int]], kind: int) -> Table:
+    def read(half: list[list[int]], kind: int) -> Table:
         first = num_fields + kind * MAX_CHUNKS
         return tuple(tuple(row[first + chunk] for row in half) for chunk in range(headers[0].num_chunks))
 
     mine, theirs = both[:num_ranks], both[num_ranks:]
     num_tokens = tuple(each.num_tokens for each in headers)
-    return Counts(table(mine, 0), table(theirs, 0), table(mine, 1), table(theirs, 1), num_tokens)
+    return Counts(read(mine, 0), read(theirs, 0), read(mine, 1), read(theirs, 1), num_tokens)
 
 
 def check_headers(headers: list[Header]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusedce import checks, flags
 from fusedce.distributed.dispatchers import DISPATCHERS, Dispatcher, choose_dispatcher, slot_ranks
-from fusedce.distributed.expert_counts import DTYPES, MAX_CHUNKS, Counts, Header, exchange_counts
+from fusedce.distributed.expert_counts import DTYPES, MAX_CHUNKS, Counts, DeviceCounts, Header, exchange_counts
 from fusedce.distributed.slot_route import ELSEWHERE, SlotRoute, reordered
 from fusedce.functional import moe_plan, moe_plan_chunks, moe_rank_index
 from fusedce.functional.moe_route import check_index
@@ -114,7 +114,8 @@ def expert_plan(
     Raises:
         TypeError, ValueError: on this rank a wrong kind, dtype, device, shape or value, naming the argument; E that is
             no multiple of R. On every other rank of the group, at the same time, ValueError that names this rank; and
-            on all of them where they do not agree on D, dtype, E, K, the chunks or the dispatcher.
+            on all of them where they do not agree on D, dtype, E, K, the chunks or the dispatcher. Ids out of range
+            are refused in this call on a GPU too.
 
     Memory, S slots a row being K, or 1 for "naive": 8·S + 4 bytes for a row sent, 4·S for a row received and 4 for each
     of its slots here, the last two twice with several chunks; 16·N·K. One all-to-all of 1 KiB a pair of ranks and one
@@ -128,10 +129,11 @@ def expert_plan(
         header = request.header(hidden)
     except (TypeError, ValueError, RuntimeError) as raised:
         error = raised
-    rows, slots = request.counts() if request else (None, None)
     try:
-        counts = exchange_counts(header, rows, slots, group)
+        counts = exchange_counts(header, request.counts() if request else None, group)
     except ValueError as told:
+        # Ids out of range, which a GPU has reported by now, in words of their own.
+        flags.raise_pending()
         raise error or told from None
     assert request is not None
     return request.plan(hidden, counts, group)
@@ -189,9 +191,10 @@ class _Request:
         sizes = (depth, self.num_experts, top_k, self.sending.num_chunks, tuple(DISPATCHERS).index(self.name))
         return Header(0, DTYPES.index(hidden.dtype), *sizes, num_tokens)
 
-    def counts(self) -> tuple[Tensor, Tensor]:
-        """Rows and slots for each rank, (C, R)."""
-        return self.sending.counts, self.slots.counts
+    def counts(self) -> DeviceCounts:
+        """What the device knows of it."""
+        bad = (self.top_k_index < -1) | (self.top_k_index >= self.num_experts)
+        return DeviceCounts(self.sending.counts, self.slots.counts, bad.any())
 
     def plan(self, hidden: Tensor, counts: Counts, group: dist.ProcessGroup) -> ExpertPlan:
         """The plan, once the ranks' counts are known. Nothing here waits for the GPU."""
@@ -199,9 +202,9 @@ class _Request:
             sends, sent, received = self._to_all(counts)
         else:
             sends, (sent, received) = self._to_some(counts), (counts.sent_rows, counts.received_rows)
-        route = SlotRoute(self._slots(sends, sent), self._bad, sent, received, group)
+        route = SlotRoute(self._slots(sends, sent), tuple(self.top_k_index.shape), sent, received, group)
         local = self.num_experts // self.num_ranks
-        ids = route.to_experts(torch.where(self._bad | (self.top_k_index < 0), -1, self.top_k_index % local), -1)
+        ids = route.to_experts(torch.where(self.top_k_index < 0, -1, self.top_k_index % local), -1)
         served = [sum(line) for line in counts.received_slots]
         plans = [
             _shortened(moe_plan(part, local, backend=self.backend), rows)
@@ -219,10 +222,6 @@ class _Request:
             (hidden.shape[0], hidden.shape[1]), self.num_experts,
         )  # fmt: skip
 
-    @property
-    def _bad(self) -> Tensor:
-        return (self.top_k_index < -1) | (self.top_k_index >= self.num_experts)
-
     def _to_some(self, counts: Counts) -> list[MoEPlan]:
         return [_shortened(self.sending.chunk(at), sum(line)) for at, line in enumerate(counts.sent_rows)]
 
@@ -235,14 +234,8 @@ class _Request:
         row_slot = (rank[:, None] + num_ranks * token[None, :]).reshape(-1)
         slot_row = token[:, None] + length * rank[None, :]
         offsets = length * torch.arange(num_ranks + 1, device=token.device, dtype=torch.int32)
-        spoiled = self._bad.any(1)
-        plans = []
-        for at in range(num_chunks):
-            start, stop = self.sending.tokens(at)
-            bad = torch.nn.functional.pad(spoiled[start:stop], (0, length - (stop - start)))
-            plans.append(MoEPlan(offsets, row_slot, torch.where(bad[:, None], -2, slot_row)))
         table = ((length,) * num_ranks,) * num_chunks
-        return plans, table, table
+        return [MoEPlan(offsets, row_slot, slot_row)] * num_chunks, table, table
 
     def _slots(self, sends: list[MoEPlan], sent: tuple[tuple[int, ...], ...]) -> Tensor:
         """(sent rows, S) as `SlotRoute` has them, S = K where a row stands for all experts of a rank, else 1."""

@@ -1,5 +1,6 @@
 """The way of what belongs to slots, a routing weight or an expert id each, to the experts' ranks and back."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,11 +19,11 @@ class SlotRoute:
     """Which slots each sent row stands for. All chunks cross together, before the first row and after the last.
 
     slots: (sent rows, S) int64, ordered by rank and then by chunk: slot n·K + k of this rank's tokens, or ELSEWHERE.
-    bad: (N, K) bool, slots whose expert id is out of range. sent, received: (C, R), rows.
+    sizes: N, K. sent, received: (C, R), rows.
     """
 
     slots: Tensor
-    bad: Tensor
+    sizes: tuple[int, ...]
     sent: Table
     received: Table
     group: dist.ProcessGroup
@@ -35,12 +36,11 @@ class SlotRoute:
         return reordered(rows, transposed(self.received))
 
     def from_experts(self, values: Tensor) -> Tensor:
-        """(N, K) of values (received rows, S): the way back, for gradients. A slot that was sent nowhere has 0, a bad
-        one NaN."""
+        """(N, K) of values (received rows, S): the way back, for gradients. A slot that was sent nowhere has 0."""
         rows = self._exchanged(reordered(values, self.received), self.sent, self.received)
-        flat = values.new_zeros(self.bad.numel() + 1)
+        flat = values.new_zeros(math.prod(self.sizes) + 1)
         flat[self.slots] = rows
-        return flat[:-1].view(self.bad.shape).masked_fill(self.bad, torch.nan)
+        return flat[:-1].view(self.sizes)
 
     def _exchanged(self, rows: Tensor, received: Table, sent: Table) -> Tensor:
         arriving, leaving = ([sum(of_rank) for of_rank in transposed(table)] for table in (received, sent))

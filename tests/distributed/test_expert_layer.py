@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.expert_parallel import model
-from fusedce import env
+from fusedce import env, flags
 from fusedce.distributed import (
     ExpertParallelMoE,
     auto_chunks,
@@ -215,6 +215,12 @@ def check_refusals(device: str) -> None:
         told = message if odd else f"rank {ranks - 1} of the group refused its arguments"
         with pytest.raises((ValueError, TypeError), match=told):
             plan(**changed)
+    # As on a GPU, where only the exchange tells.
+    with (
+        unittest.mock.patch.object(flags, "report_outside"),
+        pytest.raises(ValueError, match="rank 1 of the group refused"),
+    ):
+        plan(top_k_index=out_of_range)
     assert plan() is not None
     with pytest.raises(ValueError, match="num_experts is 9; expected a multiple"):
         ExpertParallelMoE(4, 4, 9, 2)

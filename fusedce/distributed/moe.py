@@ -12,6 +12,7 @@ from fusedce.distributed.expert_plan import ExpertPlan, expert_plan
 from fusedce.distributed.kept_plans import kept_plans
 from fusedce.functional import Routing
 from fusedce.nn import Router
+from fusedce.options import ExpertOptions
 
 __all__ = ["ExpertParallelMoE", "LocalExperts"]
 
@@ -19,17 +20,23 @@ __all__ = ["ExpertParallelMoE", "LocalExperts"]
 class LocalExperts(nn.Module):
     """One rank's experts: a module of its own, so that FSDP can shard it over other ranks than the rest of the block.
 
-    Parameters: `gate_up_proj` (E/R, 2F, D), `down_proj` (E/R, D, F).
+    Parameters: `gate_up_proj` (E/R, 2F, D), `down_proj` (E/R, D, F). `settings`: the activation, and what is kept for
+    the backward; another `ExpertOptions` may take its place, on all ranks alike. Its `combine` plays no part.
     """
 
     def __init__(self, num_local: int, hidden_size: int, ffn_size: int, **factory: Any) -> None:
         super().__init__()
+        self.settings = ExpertOptions()
         self.gate_up_proj = nn.Parameter(torch.empty(num_local, 2 * ffn_size, hidden_size, **factory))
         self.down_proj = nn.Parameter(torch.empty(num_local, hidden_size, ffn_size, **factory))
 
     def forward(self, hidden: Tensor, top_k_weights: Tensor, plan: ExpertPlan, backend: str = "auto") -> Tensor:
         """`expert_parallel_moe` of hidden (N, D) and top_k_weights (N, K)."""
-        return expert_parallel_moe(hidden, self.gate_up_proj, self.down_proj, top_k_weights, plan, backend=backend)
+        settings = self.settings
+        return expert_parallel_moe(
+            hidden, self.gate_up_proj, self.down_proj, top_k_weights, plan, activation=settings.activation,
+            limit=settings.limit, interleaved=settings.interleaved, save=settings.save, backend=backend,
+        )  # fmt: skip
 
 
 class ExpertParallelMoE(nn.Module):

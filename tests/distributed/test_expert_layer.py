@@ -27,6 +27,7 @@ from fusedce.distributed import (
 )
 from fusedce.distributed.dispatchers import DISPATCHERS
 from fusedce.nn import MoE, router
+from fusedce.options import ExpertOptions
 from tests.distributed.processes import run
 from tests.paired import assert_close
 
@@ -112,6 +113,7 @@ def check_kept_plans(device: str) -> None:
     for num_chunks, ties in itertools.product((1, 4), (False, True)):
         _, first = pair(num_chunks=num_chunks)
         _, second = pair(num_chunks=num_chunks, dispatcher="naive")
+        second.experts.settings = ExpertOptions(activation="geglu", save="plan")
         if ties:
             nn.init.zeros_(first.router.weight)
         region = nn.Sequential(first, nn.Tanh(), second, nn.Tanh())

@@ -123,7 +123,7 @@ def test_nanochat_820_a_gpu_without_a_table_gets_tiles_that_fit_everywhere(row: 
     assert row.name == "generic"
     for stage in STAGES:
         for itemsize in (2, 4):
-            assert fits(tile_for(stage, row, itemsize), row, itemsize, 2) is None
+            assert fits(tile_for(stage, row, itemsize), row, itemsize) is None
 
 
 def test_megablocks_170_versions_are_not_compared_as_strings() -> None:

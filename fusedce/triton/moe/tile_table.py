@@ -46,8 +46,9 @@ def tile_table_kernel(
     without = tl.load(slot_row_ptr + slots, mask=slots < num_rows, other=0)
     tl.store(slot_padded_ptr + slots, without, mask=without < 0)
     offs_e = tl.arange(0, BLOCK_E)
-    starts = tl.load(offsets_ptr + offs_e, mask=offs_e <= num_experts, other=num_rows)
-    ends = tl.load(offsets_ptr + offs_e + 1, mask=offs_e < num_experts, other=num_rows)
+    # Offsets past the rows are a caller's mistake, which must not reach other memory.
+    starts = tl.minimum(tl.load(offsets_ptr + offs_e, mask=offs_e <= num_experts, other=num_rows), num_rows)
+    ends = tl.minimum(tl.load(offsets_ptr + offs_e + 1, mask=offs_e < num_experts, other=num_rows), num_rows)
     tiles = tl.cdiv(ends - starts, BLOCK_R)
     last = tl.cumsum(tiles, 0)
     if tile == 0:

@@ -70,7 +70,8 @@ def ours(place: Place, options: Options, *tensors: Tensor) -> list[Tensor]:
     plan = fusedce.moe_plan(index, down.shape[0], backend=place.backend)
     out = fusedce.moe_experts(
         hidden, gate_up, down, weights, plan, gate_up_bias=gate_up_bias, down_bias=down_bias, backend=place.backend,
-        **dataclasses.asdict(options),
+        activation=options.activation, limit=options.limit, interleaved=options.interleaved, save=options.save,
+        combine=options.combine,
     )  # fmt: skip
     return [out if options.combine else fusedce.moe_combine(out, plan, backend=place.backend)]
 

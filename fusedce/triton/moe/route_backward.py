@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusedce.configs import GemmTile
 from fusedce.triton.common import ROW_LAUNCH, round_to
-from fusedce.triton.moe.scores import block_sizes, divisor, load_logits, scores_of
+from fusedce.triton.moe.scores import BLOCK_LOGITS, block_sizes, divisor, load_logits, scores_of
 
 STAGE = None
 
@@ -44,10 +44,11 @@ def route_bwd_kernel(
     upstream = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
     count = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
     for k in range(top_k):
-        # In 64 bits, so that 2³² is not expert 0.
         expert = tl.load(index_ptr + slots + k, mask=mask_n, other=-1)
         d_weight = tl.load(d_weights_ptr + slots + k, mask=mask_n, other=0.0)
-        picked = offs_e.to(tl.int64)[None, :] == expert[:, None]
+        # Compared in 32 bits, to spare registers, after a test in 64: 2³² is not expert 0.
+        expert = tl.where((expert >= 0) & (expert < num_experts), expert, -1).to(tl.int32)
+        picked = offs_e[None, :] == expert[:, None]
         upstream += tl.where(picked, scale * d_weight[:, None], 0.0)
         count += tl.where(picked, 1.0, 0.0)
     slope = 1.0 - scores
@@ -86,7 +87,9 @@ def constexprs(
     tile: GemmTile | None = None, is_softmax: bool = True, renormalize: bool = True, *, num_experts: int = 128
 ) -> dict[str, int]:
     """The kernel's sizes and switches; a row kernel has no tile."""
-    return {"IS_SOFTMAX": is_softmax, "RENORMALIZE": renormalize, **block_sizes(num_experts)}
+    # Half a block: with a whole one, four arrays of its size, compilers spill.
+    sizes = block_sizes(num_experts, BLOCK_LOGITS // 2)
+    return {"IS_SOFTMAX": is_softmax, "RENORMALIZE": renormalize, **sizes}
 
 
 def moe_route_backward(

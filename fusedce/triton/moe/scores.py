@@ -7,10 +7,10 @@ import triton.language as tl
 BLOCK_LOGITS = 2048
 
 
-def block_sizes(num_experts: int) -> dict[str, int]:
+def block_sizes(num_experts: int, most_logits: int = BLOCK_LOGITS) -> dict[str, int]:
     """Rows and (padded) experts of one program's block of logits."""
     block_e = triton.next_power_of_2(num_experts)
-    return {"BLOCK_N": max(BLOCK_LOGITS // block_e, 1), "BLOCK_E": block_e}
+    return {"BLOCK_N": max(most_logits // block_e, 1), "BLOCK_E": block_e}
 
 
 @triton.jit

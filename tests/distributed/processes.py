@@ -18,8 +18,9 @@ def run(module: str, function: str, num_ranks: int, device: str = "cpu") -> None
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     code = (
-        f"import {module} as module; from tests.distributed.processes import dist, join\n"
-        f"join({device!r}); module.{function}({device!r}); dist.destroy_process_group()"
+        f"import os, {module} as module; from tests.distributed.processes import dist, join\n"
+        # Without the interpreter's own end, where a thread of gloo's that still runs ends the process by an abort.
+        f"join({device!r}); module.{function}({device!r}); dist.destroy_process_group(); os._exit(0)"
     )
     environment = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
     environment |= {"WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}

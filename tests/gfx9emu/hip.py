@@ -81,7 +81,7 @@ class Hip:
             ]
         )
         self.callback = ON_LAUNCH(self._on_launch)
-        ctypes.CDLL(str(self.runtime), mode=ctypes.RTLD_GLOBAL).fake_hip_on_launch(self.callback)
+        ctypes.CDLL(str(self.runtime), mode=ctypes.RTLD_GLOBAL)
 
     def build(self, source: Path, rocm_tree: Path, *flags: str, chips: tuple[str, ...] = CHIPS) -> Path:
         """A shared library of one HIP source."""
@@ -122,6 +122,8 @@ class Hip:
         """Launches inside go to `chip`; a fault in one of them is raised here."""
         self.chip = chip
         self.faults.clear()
+        # Of several runtimes in one process the first serves all libraries; it is asked to serve this one now.
+        ctypes.CDLL(None).fake_hip_on_launch(self.callback)
         try:
             yield
         except AssertionError:

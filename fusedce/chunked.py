@@ -43,8 +43,7 @@ def gemm_chunks(hidden: Tensor, weight: Tensor, num_units: int, row_bytes: int) 
 
     def cost(count: int) -> float:
         rows = _step(num_rows, count)
-        tiles = math.ceil(rows / GEMM_TILE[0]) * math.ceil(depth / GEMM_TILE[1])
-        return math.ceil(tiles / num_units) * num_units / tiles + 256 / rows
+        return waste(rows, depth, GEMM_TILE, num_units) + 256 / rows
 
     # Up to half of what would fit: with less, d_weight's share of the cost grows faster than a wave can save.
     return _in_steps(num_rows, min(range(fewest, 2 * fewest + 1), key=cost)) if num_rows else []
@@ -52,6 +51,12 @@ def gemm_chunks(hidden: Tensor, weight: Tensor, num_units: int, row_bytes: int) 
 
 def _most_rows(row_bytes: int, most_bytes: int) -> int:
     return max(most_bytes // max(row_bytes, 1) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+
+
+def waste(height: int, width: int, tile: tuple[int, int], num_units: int) -> float:
+    """What a product's time is multiplied by, since its tiles run in whole waves of num_units: 1 where all are full."""
+    tiles = math.ceil(height / tile[0]) * math.ceil(width / tile[1])
+    return math.ceil(tiles / num_units) * num_units / tiles
 
 
 def _step(num_rows: int, count: int) -> int:

@@ -12,13 +12,12 @@ BF16, CUDA = torch.bfloat16, torch.device("cuda", 0)
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """machine(triton, native, multiplies): which backends run, and whether the native one has matrix products there."""
+    """machine(triton, native): which backends run."""
 
-    def make(triton: bool = True, native: bool = True, multiplies: bool = True) -> None:
+    def make(triton: bool = True, native: bool = True) -> None:
         monkeypatch.delenv("FUSEDCE_BACKEND", raising=False)
         monkeypatch.setattr(registry, "_triton_missing", lambda: None if triton else "Triton is not installed")
         monkeypatch.setattr(hip, "unavailable", lambda: None if native else "it is not built")
-        monkeypatch.setattr(hip, "multiplies_on", lambda device: multiplies)
 
     return make
 
@@ -27,20 +26,13 @@ def backend(op: str, dtype: torch.dtype = BF16) -> str:
     return registry.choose(op, "auto", CUDA, dtype).backend
 
 
-def test_native_log_probs_go_first_where_they_were_faster(machine) -> None:  # type: ignore[no-untyped-def]
+def test_triton_goes_first(machine) -> None:  # type: ignore[no-untyped-def]
+    for native in (True, False):
+        machine(native=native)
+        assert {backend(op) for op in registry.OPS} == {"triton"}
     machine()
-    assert backend("linear_logprob") == "native"
-    assert [backend("linear_logprob", dtype) for dtype in (torch.float16, torch.float32)] == ["triton", "triton"]
-    assert backend("linear_ce_sum") == backend("moe_experts") == "triton"
     said = fusedce.explain("linear_logprob", "cuda:0")
-    assert "native (the fastest measured for this op here)" in said and "triton: could run" in said
-
-
-def test_elsewhere_triton_goes_first(machine) -> None:  # type: ignore[no-untyped-def]
-    machine(multiplies=False)
-    assert backend("linear_logprob") == "triton"
-    machine(native=False)
-    assert backend("linear_logprob") == "triton"
+    assert "triton (the first of triton, native, eager that runs here)" in said and "native: could run" in said
 
 
 def test_what_cannot_run_is_passed_over_by_name(machine) -> None:  # type: ignore[no-untyped-def]

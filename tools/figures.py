@@ -84,7 +84,9 @@ def section(rows: list[Row]) -> str:
         tables[row["op"], row["gpu"], row["torch"], row["triton"]].append(row)
     parts = []
     for (op, gpu, torch, triton), members in sorted(tables.items()):
-        parts.append(f"**{op}** on {gpu}, torch {torch}, Triton {triton}; medians\n\n{table(members)}")
+        commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in members))
+        title = f"**{op}** at {commits}, on {gpu}, torch {torch}, Triton {triton}; medians"
+        parts.append(f"{title}\n\n{table(members)}")
     return "\n".join(parts)
 
 

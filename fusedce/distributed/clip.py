@@ -41,6 +41,12 @@ def clip_grad_norm_(
     Returns:
         The norm before scaling, () fp32, the same bits on every rank; squares are summed in fp32 (fp64 for fp64
         gradients).
+
+    Raises:
+        TypeError, ValueError: max_norm is no number above 0; a gradient's placement is a sum that is still to be made.
+        RuntimeError: with error_if_nonfinite, see there.
+
+    Memory: a copy in fp32 of one gradient at a time.
     """
     checks.positive_number("clip_grad_norm_", "max_norm", max_norm)
     common, own = list(parameters), list(experts)

@@ -4,7 +4,6 @@ Its public name is "native"; the folder is called after HIP, which the sources k
 """
 
 from fusedce.hip.extension import build_info, unavailable
-from fusedce.hip.hopper import multiplies_on
 from fusedce.hip.linear_ce import (
     linear_ce_sum_backward,
     linear_fused,
@@ -18,6 +17,5 @@ __all__ = [
     "linear_fused",
     "linear_logprob",
     "linear_logprob_backward",
-    "multiplies_on",
     "unavailable",
 ]

@@ -32,12 +32,7 @@ def suits(hidden: Tensor, weight: Tensor) -> bool:
     if hidden.dtype != torch.bfloat16 or hidden.shape[0] == 0 or not hidden.is_cuda:
         return False
     depth = hidden.shape[1]
-    return depth > 0 and depth % ALIGNMENT == 0 and copyable(weight) and multiplies_on(hidden.device)
-
-
-def multiplies_on(device: torch.device) -> bool:
-    """Whether the extension has matrix products of its own for this GPU."""
-    return _is_hopper(torch.cuda.current_device() if device.index is None else device.index)
+    return depth > 0 and depth % ALIGNMENT == 0 and copyable(weight) and _is_hopper(hidden.device.index)
 
 
 def copyable(matrix: Tensor) -> bool:
@@ -182,8 +177,7 @@ class Gradients:
 
     def _fills(self, num_rows: int, depth: int) -> bool:
         """Whether d_hidden's tiles, in whole waves of num_units, leave few of those idle."""
-        tiles = math.ceil(num_rows / chunked.GEMM_TILE[0]) * math.ceil(depth / chunked.GEMM_TILE[1])
-        return tiles >= FULL * math.ceil(tiles / self.num_units) * self.num_units
+        return FULL * chunked.waste(num_rows, depth, chunked.GEMM_TILE, self.num_units) <= 1.0
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """The three gradients, in their own dtypes. Frees the buffer first."""

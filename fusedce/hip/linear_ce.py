@@ -29,7 +29,7 @@ def linear_logprob(
     """
     if hopper.suits(hidden, weight):
         return hopper.logprob(hidden, weight, target, bias, options, with_entropy)
-    rows = _Rows(hidden, weight, target, bias, options)
+    rows = _Rows(hidden, target, bias, options)
     for start, stop in chunked.row_chunks(hidden.shape[0], _row_width(weight.shape[0]) * 4):
         rows.statistics(start, stop, _logits(hidden[start:stop], weight))
     logprob, entropy, lse, normalizer = rows.results
@@ -60,7 +60,7 @@ def linear_logprob_backward(
     gradient = row_gradient(upstream, logprob, entropy, target, options)
     scale = chunked.batch_scale(*gradient)
     gradient = gradient.over(scale)
-    of_rows = _Rows(hidden, weight, target, bias, options)
+    of_rows = _Rows(hidden, target, bias, options)
     chunks = _chunks(hidden, weight)
     sums = chunked.GradientSums(hidden, weight, mask, chunks, scale)
     for start, stop in chunks:
@@ -94,7 +94,7 @@ def linear_fused(
             linear_logprob, linear_logprob_backward,
             hidden, weight, target, bias, options, mask, upstream_of, with_entropy,
         )  # fmt: skip
-    of_rows = _Rows(hidden, weight, target, bias, options)
+    of_rows = _Rows(hidden, target, bias, options)
     chunks = _chunks(hidden, weight)
     sums = chunked.GradientSums(hidden, weight, mask, chunks)
 
@@ -126,9 +126,7 @@ def linear_ce_sum_backward(
 class _Rows:
     """The row kernels over a chunk's logits: what they are given of all rows, and the results (N,) that they fill."""
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: LogitOptions
-    ) -> None:
+    def __init__(self, hidden: Tensor, target: Tensor, bias: Tensor | None, options: LogitOptions) -> None:
         num_rows = hidden.shape[0]
         self.target, self.bias, self.options = target.contiguous(), hopper.fp32_bias(bias), options
         self.slopes = row_slopes(options, num_rows, hidden)

@@ -37,7 +37,11 @@ class MoE(nn.Module):
     `shared_down_proj` (D, S) and `shared_gate` (1, D), or None.
 
     Shape: hidden (..., D) -> (..., D). Under torch.autocast the GEMMs run in its dtype, the routing weights in fp32.
-    Errors, memory and determinism are those of `fusedce.moe_experts`.
+    Memory and determinism are those of `fusedce.moe_experts`.
+
+    Raises:
+        TypeError, ValueError: when it is made, an option or a size that no router or no shared expert has; when it is
+            called, what `fusedce.moe_experts` raises.
 
     `forward(hidden, routing)` uses a routing that was made before, by `route(hidden)` or by another engine: for
     metrics of the expert load, for losses on the router, and for replaying the experts that a rollout chose

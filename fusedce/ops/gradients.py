@@ -1,6 +1,6 @@
-"""How an op's backward hands its gradients to autograd."""
+"""How an op's backward hands its gradients to autograd, and that it has no backward of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,3 +14,12 @@ def given_away(grads: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor | N
     """
     new = (lambda grad: grad) if torch.is_grad_enabled() else Tensor.detach
     return [new(grad) if wanted else None for grad, wanted in zip(grads, mask, strict=True)]
+
+
+def no_double_backward(op: str) -> Callable[..., None]:
+    """The autograd formula of op's backward: RuntimeError."""
+
+    def formula(ctx, *_):  # type: ignore[no-untyped-def]
+        raise RuntimeError(f"fusedce.{op}: double backward is not supported")
+
+    return formula

@@ -5,12 +5,11 @@ from torch import Tensor
 
 from fusedce import flags
 from fusedce.ops import registry
-from fusedce.ops.gradients import given_away
+from fusedce.ops.gradients import given_away, no_double_backward
 from fusedce.ops.linear_logprob import (
     check_sizes,
     gradients_fake,
     logit_options,
-    no_double_backward,
     result_dtype,
 )
 from fusedce.ops.schema import LIB, NAMESPACE
@@ -117,7 +116,7 @@ def _ce_sum_setup(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ig
 def _ce_sum_autograd(ctx, d_loss, *_):  # type: ignore[no-untyped-def]
     if torch.is_grad_enabled():
         # create_graph=True: the saved gradients are constants to autograd, which would take their slope for 0.
-        raise RuntimeError("fusedce.linear_ce_sum: double backward is not supported")
+        no_double_backward("linear_ce_sum")(ctx)
     if d_loss is None:
         return (None,) * 8
     grads = torch.ops.fusedce.linear_ce_sum_backward(d_loss, *ctx.saved_tensors, ctx.backend)
@@ -126,4 +125,4 @@ def _ce_sum_autograd(ctx, d_loss, *_):  # type: ignore[no-untyped-def]
 
 
 torch.library.register_autograd(f"{NAMESPACE}::linear_ce_sum", _ce_sum_autograd, setup_context=_ce_sum_setup, lib=LIB)
-torch.library.register_autograd(f"{NAMESPACE}::linear_ce_sum_backward", no_double_backward, lib=LIB)
+torch.library.register_autograd(f"{NAMESPACE}::linear_ce_sum_backward", no_double_backward("linear_ce_sum"), lib=LIB)

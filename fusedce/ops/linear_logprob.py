@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusedce import flags
 from fusedce.ops import registry
-from fusedce.ops.gradients import given_away
+from fusedce.ops.gradients import given_away, no_double_backward
 from fusedce.ops.schema import LIB, NAMESPACE
 from fusedce.options import LogitOptions, Upstream
 
@@ -238,12 +238,7 @@ def _logprob_autograd(ctx, d_logprob, d_entropy, d_lse, _):  # type: ignore[no-u
     return d_hidden, d_weight, None, d_bias, None
 
 
-def no_double_backward(ctx, *_):  # type: ignore[no-untyped-def]
-    """The autograd formula of a backward."""
-    raise RuntimeError("fusedce.linear_logprob: double backward is not supported")
-
-
 torch.library.register_autograd(
     f"{NAMESPACE}::linear_logprob", _logprob_autograd, setup_context=_logprob_setup, lib=LIB
 )
-torch.library.register_autograd(f"{NAMESPACE}::linear_logprob_backward", no_double_backward, lib=LIB)
+torch.library.register_autograd(f"{NAMESPACE}::linear_logprob_backward", no_double_backward("linear_logprob"), lib=LIB)

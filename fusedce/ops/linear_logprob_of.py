@@ -5,12 +5,11 @@ from torch import Tensor
 
 from fusedce import flags
 from fusedce.ops import registry
-from fusedce.ops.gradients import given_away
+from fusedce.ops.gradients import given_away, no_double_backward
 from fusedce.ops.linear_logprob import (
     check_sizes,
     gradients_fake,
     logit_options,
-    no_double_backward,
     result_dtype,
 )
 from fusedce.ops.schema import LIB, NAMESPACE
@@ -130,4 +129,6 @@ def _autograd(ctx, d_logprob, *_):  # type: ignore[no-untyped-def]
 
 
 torch.library.register_autograd(f"{NAMESPACE}::linear_logprob_of", _autograd, setup_context=_setup, lib=LIB)
-torch.library.register_autograd(f"{NAMESPACE}::linear_logprob_of_backward", no_double_backward, lib=LIB)
+torch.library.register_autograd(
+    f"{NAMESPACE}::linear_logprob_of_backward", no_double_backward("linear_logprob_of"), lib=LIB
+)

@@ -5,12 +5,11 @@ from torch import Tensor
 
 from fusedce import budget, flags
 from fusedce.ops import registry
-from fusedce.ops.gradients import given_away
+from fusedce.ops.gradients import given_away, no_double_backward
 from fusedce.ops.linear_logprob import (
     check_sizes,
     gradients_fake,
     logit_options,
-    no_double_backward,
     result_dtype,
 )
 from fusedce.ops.schema import LIB, NAMESPACE
@@ -164,4 +163,6 @@ def _autograd(ctx, d_logprob, d_entropy, d_lse, *_):  # type: ignore[no-untyped-
 
 
 torch.library.register_autograd(f"{NAMESPACE}::linear_logprob_sparse", _autograd, setup_context=_setup, lib=LIB)
-torch.library.register_autograd(f"{NAMESPACE}::linear_logprob_sparse_backward", no_double_backward, lib=LIB)
+torch.library.register_autograd(
+    f"{NAMESPACE}::linear_logprob_sparse_backward", no_double_backward("linear_logprob"), lib=LIB
+)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fusedce import flags
 from fusedce.ops import registry
-from fusedce.ops.gradients import given_away
+from fusedce.ops.gradients import given_away, no_double_backward
 from fusedce.ops.schema import LIB, NAMESPACE
 from fusedce.options import ACTIVATIONS, SAVES, ExpertOptions
 
@@ -356,7 +356,7 @@ def _experts_autograd(ctx, d_rows, _):  # type: ignore[no-untyped-def]
         grads = torch.ops.fusedce.moe_experts_backward(*arguments, options["backend"])
     else:
         if torch.is_grad_enabled():
-            _no_double_backward(ctx)
+            no_double_backward("moe_experts")(ctx)
         grads = torch.ops.fusedce.moe_experts_backward_into(*arguments, *ctx.main_grads, options["backend"])
         own[1:3] = [wanted and main is None for wanted, main in zip(mask[1:3], ctx.main_grads, strict=True)]
     given = given_away(grads, own)
@@ -376,12 +376,8 @@ def _combine_autograd(ctx, d_out):  # type: ignore[no-untyped-def]
     return torch.ops.fusedce.moe_dispatch(d_out, *ctx.saved_tensors, backend=ctx.backend), None, None
 
 
-def _no_double_backward(ctx, *_):  # type: ignore[no-untyped-def]
-    raise RuntimeError("fusedce: the MoE ops do not support double backward")
-
-
 _autograd = torch.library.register_autograd
 _autograd(f"{NAMESPACE}::moe_experts", _experts_autograd, setup_context=_experts_context, lib=LIB)
-_autograd(f"{NAMESPACE}::moe_experts_backward", _no_double_backward, lib=LIB)
+_autograd(f"{NAMESPACE}::moe_experts_backward", no_double_backward("moe_experts"), lib=LIB)
 _autograd(f"{NAMESPACE}::moe_dispatch", _dispatch_autograd, setup_context=_plan_context, lib=LIB)
 _autograd(f"{NAMESPACE}::moe_combine", _combine_autograd, setup_context=_plan_context, lib=LIB)

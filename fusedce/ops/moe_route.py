@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fusedce import flags
 from fusedce.ops import registry
+from fusedce.ops.gradients import no_double_backward
 from fusedce.ops.schema import LIB, NAMESPACE
 
 SCORES = ("softmax", "sigmoid")
@@ -339,13 +340,9 @@ def _balance_autograd(ctx, _, d_share, d_square):  # type: ignore[no-untyped-def
     return d_logits, None, None
 
 
-def _no_double_backward(ctx, *_):  # type: ignore[no-untyped-def]
-    raise RuntimeError("fusedce: the MoE ops do not support double backward")
-
-
 _autograd = torch.library.register_autograd
 _autograd(f"{NAMESPACE}::moe_route", _route_autograd, setup_context=_route_context, lib=LIB)
 _autograd(f"{NAMESPACE}::moe_replay", _replay_autograd, setup_context=_replay_context, lib=LIB)
-_autograd(f"{NAMESPACE}::moe_route_backward", _no_double_backward, lib=LIB)
+_autograd(f"{NAMESPACE}::moe_route_backward", no_double_backward("moe_route"), lib=LIB)
 _autograd(f"{NAMESPACE}::moe_balance", _balance_autograd, setup_context=_balance_context, lib=LIB)
-_autograd(f"{NAMESPACE}::moe_balance_backward", _no_double_backward, lib=LIB)
+_autograd(f"{NAMESPACE}::moe_balance_backward", no_double_backward("moe_balance"), lib=LIB)

@@ -32,9 +32,8 @@ OPS = (
     "moe_combine",
 )
 NATIVE_OPS = frozenset({"linear_logprob", "linear_ce_sum"})
-# Where both run, Triton goes first, but for these ops and operands on a GPU for which the native backend has matrix
-# products of its own: there it was measured to be faster (bench/notes/linear_ce.md).
-NATIVE_FIRST = frozenset({("linear_logprob", torch.bfloat16)})
+# What "auto" tries, for every op: no row of bench/results has native ahead where it would be worth a table.
+ORDER = ("triton", "native", "eager")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -71,13 +70,6 @@ def _why_not(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str
     return importlib.import_module(PACKAGES["native"]).unavailable()
 
 
-def _candidates(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    is_first = (op, dtype) in NATIVE_FIRST and _why_not(op, "native", device.type, dtype) is None
-    if is_first and importlib.import_module(PACKAGES["native"]).multiplies_on(device):
-        return ("native", "triton", "eager")
-    return ("triton", "native", "eager")
-
-
 def choose(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> Choice:
     """The backend for `op` on `device` with operands of `dtype`.
 
@@ -95,10 +87,10 @@ def choose(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> C
     if device.type == "cpu":
         return Choice(op, "eager", "the tensors are on the CPU")
     passed: list[str] = []
-    for name in _candidates(op, device, dtype):
+    for name in ORDER:
         reason = _why_not(op, name, device.type, dtype)
         if reason is None:
-            return Choice(op, name, "; ".join(passed) or "the fastest measured for this op here")
+            return Choice(op, name, "; ".join(passed) or f"the first of {', '.join(ORDER)} that runs here")
         passed.append(f"not {name}: {reason}")
     raise AssertionError("eager runs everywhere")
 

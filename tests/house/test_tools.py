@@ -150,7 +150,7 @@ def test_readme_shows_what_was_measured() -> None:
 def test_figures_are_the_medians_and_the_latest_row_counts() -> None:
     figures = load("figures")
     row = {"op": "linear_ce", "case": "N8", "mode": "fwd", "metric": "time", "unit": "ms"}
-    row |= {"gpu": "H200", "torch": "2.11", "triton": "3.6"}
+    row |= {"gpu": "H200", "torch": "2.11", "triton": "3.6", "commit": "0123456789ab"}
     rows = [
         row | {"provider": "liger", "p50": "2.50001", "date": "2026-01-01"},
         row | {"provider": "fusedce-triton", "p50": "9", "date": "2026-01-01"},
@@ -159,6 +159,7 @@ def test_figures_are_the_medians_and_the_latest_row_counts() -> None:
     text = figures.section(rows)
     assert "| case | mode | metric | fusedce-triton | liger |" in text
     assert "| N8 | fwd | time, ms | 1.25 | 2.5 |" in text
+    assert text.startswith("**linear_ce** at 0123456, on H200, ")
     readme = f"a\n{figures.BEGIN}old\n{figures.END}\nb\n"
     assert figures.with_figures(readme, text) == f"a\n{figures.BEGIN}{text}{figures.END}\nb\n"
 

@@ -5,7 +5,6 @@ not of rows: the normalizer is known, so d_weight of a chunk is whole at once, a
 that is carried from chunk to chunk: (V / words) · N · D numbers, where d_weight's would be (N / rows) · V · D.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from fusedce import arch, env
 from fusedce.budget import WORD_TILE
+from fusedce.chunked import waste
 from fusedce.configs import tile_for
 from fusedce.options import LogitOptions
 from fusedce.triton.linear_ce.backward import launch_d_logits
@@ -55,8 +55,7 @@ def words_of_chunk(hidden: Tensor, weight: Tensor) -> int:
     tile = tile_for(weight_product.STAGE, machine, hidden.element_size())
 
     def cost(words: int) -> float:
-        tiles = math.ceil(words / tile.block_m) * math.ceil(depth / tile.block_n)
-        return math.ceil(tiles / machine.num_units) * machine.num_units / tiles + 256 / words
+        return waste(words, depth, (tile.block_m, tile.block_n), machine.num_units) + 256 / words
 
     return min((WORD_TILE * n for n in range(1, most + 1)), key=cost)
 

@@ -57,7 +57,7 @@ class PlanConfig:
     sweep: bool = False
     """also a grid of 81 configurations, predicted by the same model"""
     compare: str = ""
-    """other cards for the same job, with commas between them"""
+    """cards in place of --gpu for the same job, with commas between them"""
     json: bool = False
     """print one JSON object instead"""
     png: str = ""
@@ -106,6 +106,9 @@ def main(arguments: Sequence[str], measure: Measure | None = None, console: Cons
 
 def _run(config: PlanConfig, job: Job, measure: Measure | None, console: Console) -> int:
     if config.compare:
+        alone = [f"--{name}" for name in ("sweep", "png", "run") if getattr(config, name)]
+        if alone:
+            raise ValueError(f"--compare and {alone[0]} do not go together: the one shows several cards, the other one")
         return _compare(config, job, console)
     answer = solve(job, config.recompute)
     points = grid(answer) if config.sweep else []

@@ -70,6 +70,7 @@ def test_comparison(capsys, monkeypatch) -> None:
         (["--model", "qwen3"], 2, "model is 'qwen3'"),
         (["--gpu", "h10"], 2, "did you mean h100?"),
         (["--compare", "h100,x"], 2, "gpu is 'x'"),
+        (["--compare", "h100", "--sweep"], 2, "--compare and --sweep do not go together"),
         (["--gpus", "0"], 2, "gpus is 0"),
         (["--seq-len", "-5"], 2, "seq_len is -5"),
         (["--tokens-per-step", "1000"], 2, "expected a multiple of seq_len = 131072"),

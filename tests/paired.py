@@ -52,6 +52,14 @@ def assert_close(out: Tensor, gold: Tensor, twin: Tensor, name: str = "result") 
     assert broken is None, f"{name}: {broken}"
 
 
+def twin_of_sum(gold: Tensor, errors: Tensor) -> Tensor:
+    """The twin of a sum over tokens: off by the root sum of squares of the twin's errors, which may cancel by luck.
+
+    gold: (), the sum. errors: (N,) in fp64, what the twin's tokens are off by.
+    """
+    return gold + errors.square().sum().sqrt()
+
+
 def assert_bites(gold: Tensor, twin: Tensor, name: str = "result") -> None:
     """Fail unless the rule would catch: a result of zeros, one wrong row, a dropped tail, everything moved by one
     row."""

@@ -166,7 +166,7 @@ def unlucky(
         return leaf * (1 + sign * torch.finfo(leaf.dtype).eps * (4 if leaf.dtype == FP32 else 1))
 
     tries = [with_gradients(run, leaves, grads)]
-    tries += [with_gradients(run, [nudged(leaf) for leaf in leaves], grads) for _ in range(2)]
+    tries += [with_gradients(run, [nudged(leaf) for leaf in leaves], grads) for _ in range(4)]
     worst = []
     for results in zip(*tries, gold, strict=True):
         drawn, exact = torch.stack(results[:-1]), results[-1].to(results[0].device)

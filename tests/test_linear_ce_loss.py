@@ -3,7 +3,7 @@
 A scalar loss takes another way through the kernels than a loss per token: gradients in the forward.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 import fusedce
 from tests.conftest import Place
 from tests.linear_ce_cases import IGNORE, in_fp64, upstream, with_gradients
-from tests.paired import assert_bites, assert_close
+from tests.paired import assert_bites, assert_close, twin_of_sum
 
 NATIVE = True
 
@@ -145,10 +145,20 @@ def check(case: Loss, place: Place) -> None:
     twin = with_gradients(case.plain(constants), leaves, [g.to(place.device) for g in grads])
     gold = with_gradients(case.plain(tuple(in_fp64(constants))), in_fp64(leaves), [g.cpu().double() for g in grads])
     assert out[0].dtype == FP32
+    if case.reduction != "none":
+        twin[0] = scalar_twin(case, leaves, constants, gold[0])
     for name, o, g, t in zip(("loss", "d_hidden", "d_weight", "d_bias"), out, gold, twin, strict=False):
         assert_close(o, g, t, name)
         if o.dim() and case.num_rows >= 16 and case.vocab >= 16:
             assert_bites(g, t, name)
+
+
+def scalar_twin(case: Loss, leaves: list[Tensor], constants: tuple[Tensor, ...], gold: Tensor) -> Tensor:
+    """The twin of a sum or mean."""
+    rows = replace(case, reduction="none")
+    exact = rows.plain(tuple(in_fp64(constants)))(*in_fp64(leaves))[0]
+    errors = rows.plain(constants)(*leaves)[0].detach().cpu().double() - exact
+    return twin_of_sum(gold, errors * (1.0 if case.reduction == "sum" else gold / exact.sum()))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

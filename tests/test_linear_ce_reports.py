@@ -129,7 +129,8 @@ def test_liger_507_every_combination_of_requires_grad(needs: tuple[int, int, int
     for tensor, need in zip((hidden, weight, bias), needs, strict=True):
         tensor.requires_grad_(bool(need))
     loss = ce(place, hidden, weight, target, linear_bias=bias)
-    assert torch.equal(loss, expected)
+    # With gradients the native loss takes other kernels: the same number, rounded on another way.
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0.0)
     if any(needs):
         loss.backward()
     assert [t.grad is not None for t in (hidden, weight, bias)] == [bool(n) for n in needs]

@@ -87,7 +87,7 @@ def test_chunks_change_nothing_but_the_rounding(place: Place, monkeypatch: pytes
 
 
 def test_one_slot_is_linear_logprob(place: Place) -> None:
-    """Bit by bit: one word is its own target."""
+    """One word is its own target. On a CPU bit by bit; GPU kernels may contract the two ways differently."""
     hidden, weight, target, bias = Case(40, 120, 16, BF16, has_bias=True).inputs(place.device)
     temperature = torch.linspace(0.5, 2.0, 40, device=place.device)
     rates = torch.randn(40, device=place.device)
@@ -100,7 +100,8 @@ def test_one_slot_is_linear_logprob(place: Place) -> None:
         return [fusedce.linear_logprob(h, w, target, bias=b, with_entropy=False, **options).logprob]
 
     found, expected = (with_gradients(run, (hidden, weight, bias), [rates]) for run in (one, logprob))
-    assert torch.equal(found[0], expected[0])
+    close = 0.0 if place.device == "cpu" else 1e-5
+    torch.testing.assert_close(found[0], expected[0], rtol=close, atol=close)
     for f, e in zip(found[1:], expected[1:], strict=True):
         torch.testing.assert_close(f, e, rtol=1e-2, atol=1e-4)
 

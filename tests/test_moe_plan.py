@@ -168,7 +168,9 @@ def test_mo_a15_experts_chunk_by_chunk_give_the_same_bits(place: Place) -> None:
         part, plan = slice(*chunks.tokens(number)), chunks.chunk(number)
         rows = fusedce.moe_experts(hidden[part], gate_up, down, weights[part], plan, backend=place.backend)
         parts.append(fusedce.moe_combine(rows, plan, backend=place.backend))
-    assert torch.equal(torch.cat(parts), whole)
+    # cuBLAS chooses a product's kernel by its number of rows: eager's bits are its own there.
+    close = 1e-6 if place == Place("cuda", "eager") else 0.0
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 12])

@@ -40,8 +40,10 @@ class RawLogits {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const std::int64_t row = at.row + 8 * h;
-      const std::int64_t target = (row < args.num_rows ? args.terms.target[row] : -1) - at.column;
-      target_[h] = target >= 0 && target < kTileN ? static_cast<int>(target) : -1;
+      const std::int64_t label = row < args.num_rows ? args.terms.target[row] : -1;
+      const std::int64_t target = label - at.column;
+      // A label past the vocabulary lies in the last tile's columns: it is no target, or its row would look right.
+      target_[h] = label < args.vocab && target >= 0 && target < kTileN ? static_cast<int>(target) : -1;
     }
     if constexpr (kBias) {
 #pragma unroll

@@ -188,7 +188,8 @@ def moe_plan_chunks(
     shorter or empty.
 
     Each chunk's plan is that of `moe_plan` of its tokens, in the chunk's own numbers, so that experts that run chunk by
-    chunk give the same bits. All counts lie in one tensor and can cross to the host, or to other ranks, in one copy.
+    chunk give the same bits (Triton's kernels; cuBLAS chooses its own by the number of rows). All counts lie in one
+    tensor and can cross to the host, or to other ranks, in one copy.
 
     Args:
         top_k_index: (N, K) int64, as for `moe_plan`; `moe_rank_index` makes of it the ids of ranks.

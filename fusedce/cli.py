@@ -1,94 +1,77 @@
-"""The command `fusedce`: train, plan, and explain (which backend runs each op, and why). Each imports what it needs."""
+"""The command `fusedce`. Each subcommand is a module that parses its own options; it is imported when it is asked for,
+so that this much works without any extra."""
 
-import argparse
+import importlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from fusedce.plan.recipe import Answer
 
-USAGE = """usage: fusedce [--version] <command>
 
-commands:
-  train [grpo] ...   reinforcement learning on a checkable task (reverse a string); no options needed
-  train sft ...      supervised training on text, Python's standard library unless --data says otherwise
-  plan ...           one layout for a model on some GPUs: parallelism, recompute, memory, time, and why
-  explain [op]       which backend runs each op on this machine, and why
+class Command(NamedTuple):
+    """One subcommand. module: where its `main(arguments)` is; extra: the extra that installs what it needs."""
 
-fusedce <command> --help lists a command's options."""
+    module: str
+    extra: str
+    about: str
 
-TRAIN_EXTRA = ("tyro", "rich", "matplotlib", "safetensors")  # what the extra [train] installs; plan needs some of it
+
+COMMANDS = {
+    "doctor": Command(
+        "fusedce.commands.doctor", "cli", "what is installed, what would run, and the settings that are traps"
+    ),
+    "explain": Command("fusedce.commands.explain", "cli", "which backend runs each op on this machine, and why"),
+    "verify": Command("fusedce.commands.verify", "cli", "every op against its twin in fp64, on this device"),
+    "tune": Command(
+        "fusedce.commands.tune", "cli", "better tiles for an op and shape on this GPU, kept for later runs"
+    ),
+    "plan": Command("fusedce.plan.command", "train", "one layout for a model on some GPUs: memory, time, and why"),
+    "train": Command("fusedce.train.run", "train", "[grpo|sft]: reinforcement learning on a checkable task, or text"),
+}
+# What the extras install; any other module that is missing is an error of ours.
+EXTRAS = ("tyro", "rich", "matplotlib", "safetensors")
+USAGE = "\n".join([
+    "usage: fusedce [--version] <command> ...",
+    "",
+    *(f"  {name:<9}{command.about}" for name, command in COMMANDS.items()),
+    "",
+    "fusedce <command> --help lists a command's options, with examples. Exit codes: 0; 1 where what a command asks is",
+    "answered with no, or an extra is missing; 2 for arguments that make no sense.",
+])  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
-    command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if command == "train":
-        return _train(rest)
-    if command == "plan":
-        return _plan(rest)
-    if command == "explain":
-        return _explain(rest)
-    if command == "--version":
+    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name == "--version":
         from fusedce.version import __version__
 
         print(__version__)
         return 0
-    if command in ("-h", "--help"):
+    if name in ("-h", "--help"):
         print(USAGE)
         return 0
-    print(f"fusedce: unknown command {command!r}\n\n{USAGE}", file=sys.stderr)
-    return 2
-
-
-def _explain(arguments: Sequence[str]) -> int:
-    import torch
-
-    import fusedce
-
-    parser = argparse.ArgumentParser(prog="fusedce explain", description="Which backend runs each op, and why.")
-    parser.add_argument("op", nargs="?", help="one op; all of them if left out")
-    parser.add_argument("--device", help="default: the GPU if there is one, else the CPU")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16", "float64"))
-    options = parser.parse_args(arguments)
-    try:
-        print(fusedce.explain(options.op, options.device, getattr(torch, options.dtype)))
-    except (ValueError, RuntimeError) as error:
-        print(error, file=sys.stderr)
+    if name not in COMMANDS:
+        print(f"fusedce: unknown command {name!r}\n\n{USAGE}", file=sys.stderr)
         return 2
-    return 0
-
-
-def _plan(arguments: Sequence[str]) -> int:
+    command = COMMANDS[name]
     try:
-        from fusedce.plan.command import main as plan
-
-        return plan(arguments, _measure)
+        run = importlib.import_module(command.module).main
+        return run(rest, _measure) if name == "plan" else run(rest)
     except ModuleNotFoundError as error:
-        return _missing("plan", error)
+        if error.name not in EXTRAS:
+            raise
+        print(f"fusedce {name} needs {error.name}: pip install 'fusedce[{command.extra}]'", file=sys.stderr)
+        return 1
 
 
 def _measure(answer: "Answer") -> "dict[str, Any]":
+    """`fusedce plan --run`, which needs torch: the planner's room may not import it."""
     from fusedce.dryrun import measure
 
     return measure(answer)
-
-
-def _train(arguments: Sequence[str]) -> int:
-    try:
-        from fusedce.train.run import main as train
-    except ModuleNotFoundError as error:
-        return _missing("train", error)
-    return train(arguments)
-
-
-def _missing(command: str, error: ModuleNotFoundError) -> int:
-    """One line for a library of the extra that is not there; any other missing module is an error of ours."""
-    if error.name not in TRAIN_EXTRA:
-        raise error
-    print(f"fusedce {command} needs {error.name}: pip install 'fusedce[train]'", file=sys.stderr)
-    return 1
 
 
 if __name__ == "__main__":

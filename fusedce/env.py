@@ -1,6 +1,7 @@
-"""The only reader of os.environ at run time. Four variables, all optional; setup.py reads FUSEDCE_BUILD_EXT itself."""
+"""The only reader of os.environ at run time. Five variables, all optional; setup.py reads FUSEDCE_BUILD_EXT itself."""
 
 import os
+from pathlib import Path
 
 BACKENDS = ("auto", "eager", "triton", "native")
 DEFAULT_WORKSPACE = 768 << 20
@@ -36,3 +37,19 @@ def triton_interpreted() -> bool:
 def one_device_queue() -> bool:
     """CUDA_DEVICE_MAX_CONNECTIONS=1, CUDA's own variable: all streams of the process share one queue to the GPU."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
+def use_tuned_tiles() -> bool:
+    """FUSEDCE_TUNED=0: the tiles that `fusedce tune` kept are not looked at."""
+    return os.environ.get("FUSEDCE_TUNED", "1") != "0"
+
+
+def cache_folder() -> Path:
+    """This user's caches of ours: $XDG_CACHE_HOME/fusedce, or ~/.cache/fusedce where that is unset or relative."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "fusedce"
+
+
+def setting(name: str) -> str | None:
+    """A variable as it is, also one of the libraries beneath: for `fusedce doctor` to show, never to decide by."""
+    return os.environ.get(name)

@@ -1,5 +1,6 @@
-"""Fixtures for all tests: poisoned fresh memory everywhere, one device parameter, seeded inputs."""
+"""Fixtures for all tests: poisoned fresh memory everywhere, one device parameter, seeded inputs, the tables' tiles."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -7,6 +8,9 @@ import pytest
 import torch
 
 from fusedce import env, hip
+
+# What a machine's owner tuned is not what the tests are about. Also for the processes that tests start.
+os.environ["FUSEDCE_TUNED"] = "0"
 
 
 @pytest.fixture(autouse=True)

@@ -79,7 +79,7 @@ TABLES = {
 _FP32 = GemmTile(64, 64, 32, num_warps=8, num_stages=2)
 
 
-def tile_for(stage: str, arch: Arch, itemsize: int, by_tma: bool = True) -> GemmTile:
+def table_tile(stage: str, arch: Arch, itemsize: int, by_tma: bool = True) -> GemmTile:
     """The tile of a stage. itemsize: bytes of an operand's element (2 for bf16 and fp16, 4 for fp32). by_tma: whether
     descriptors can reach the operands; without them a tile is not persistent either."""
     tile = TABLES[arch.name][stage] if itemsize == 2 else _FP32

@@ -51,7 +51,7 @@ def _triton_missing() -> str | None:
     return None if importlib.util.find_spec("triton") else "Triton is not installed"
 
 
-def _why_not(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str | None:
+def why_not(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str | None:
     """None if `backend` can run `op` there, else the reason."""
     if backend == "eager":
         return None
@@ -80,7 +80,7 @@ def choose(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> C
     asked = "argument" if backend != "auto" else "FUSEDCE_BACKEND"
     named = backend if backend != "auto" else env.default_backend()
     if named != "auto":
-        reason = _why_not(op, named, device.type, dtype)
+        reason = why_not(op, named, device.type, dtype)
         if reason:
             raise RuntimeError(f"fusedce.{op}: backend {named!r} was asked for ({asked}) and cannot run: {reason}")
         return Choice(op, named, f"asked for ({asked})")
@@ -88,7 +88,7 @@ def choose(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> C
         return Choice(op, "eager", "the tensors are on the CPU")
     passed: list[str] = []
     for name in ORDER:
-        reason = _why_not(op, name, device.type, dtype)
+        reason = why_not(op, name, device.type, dtype)
         if reason is None:
             return Choice(op, name, "; ".join(passed) or f"the first of {', '.join(ORDER)} that runs here")
         passed.append(f"not {name}: {reason}")
@@ -127,5 +127,5 @@ def explain(
         lines.append(f"{name} on {where}, {str(dtype).removeprefix('torch.')}: {choice.backend} ({choice.reason})")
         for other in PACKAGES:
             if other != choice.backend:
-                lines.append(f"    {other}: {_why_not(name, other, where.type, dtype) or 'could run'}")
+                lines.append(f"    {other}: {why_not(name, other, where.type, dtype) or 'could run'}")
     return "\n".join(lines)

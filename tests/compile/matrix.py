@@ -29,7 +29,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 import fusedce.triton
 from fusedce.arch import ARCHS, Arch
-from fusedce.configs import GemmTile, tile_for
+from fusedce.configs import GemmTile, table_tile
 from fusedce.triton.common import ROW_LAUNCH, launch_options
 from tests.compile import amd, nvidia
 from tests.compile.resources import Resources
@@ -78,7 +78,7 @@ class Case:
             stage = getattr(self.source, "STAGE_WITH_OPTIONS", stage)
         if self.options == "few":
             stage = self.source.STAGE_FEW
-        return tile_for(stage, self.arch, ITEMSIZE[self.dtype]) if stage else None
+        return table_tile(stage, self.arch, ITEMSIZE[self.dtype]) if stage else None
 
 
 def kernels_in(module: ModuleType) -> list[str]:
@@ -131,7 +131,7 @@ def signature_of(
 
 def dtype_matters(module: ModuleType, dtype: str) -> bool:
     """Whether operands of `dtype` make another kernel than bf16's."""
-    tile = tile_for(module.STAGE, ARCHS["sm_80"], ITEMSIZE["bf16"]) if module.STAGE else None
+    tile = table_tile(module.STAGE, ARCHS["sm_80"], ITEMSIZE["bf16"]) if module.STAGE else None
     return signature_of(module, dtype, tile) != signature_of(module, "bf16", tile)
 
 

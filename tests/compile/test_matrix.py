@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 from fusedce.arch import ARCHS
-from fusedce.configs import tile_for
+from fusedce.configs import table_tile
 from tests.compile import amd, golden, nvidia
 from tests.compile.matrix import TARGETS, Case, cases, compile_case, kernel_modules, kernels_in, measure, signature_of
 from tests.compile.resources import MATRIX_16BIT, over_budget
@@ -32,7 +32,7 @@ def test_file_has_one_kernel_and_says_how_to_compile_it(name: str) -> None:
     module = importlib.import_module(f"fusedce.triton.{name}")
     (kernel,) = kernels_in(module)
     assert module.KERNEL is vars(module)[kernel]
-    tile = tile_for(module.STAGE, ARCHS["sm_80"], 2) if module.STAGE else None
+    tile = table_tile(module.STAGE, ARCHS["sm_80"], 2) if module.STAGE else None
     assert set(signature_of(module, "bf16", tile)) == set(module.KERNEL.arg_names)
 
 

@@ -158,6 +158,12 @@ def bench(case: str, device: str, rounds: int, where: dict[str, str], names: str
     return rows
 
 
+def offered(device: str) -> tuple[list[str], list[str]]:
+    """Cases, with any number of tokens, and providers, for `fusedce bench`."""
+    cases = [f"{shape}_{64 if shape == 'smoke' else 16384}" for shape in SHAPES]
+    return cases, [f"{dispatcher}_{chunks}" for dispatcher in DISPATCHERS for chunks in CHUNKS]
+
+
 def main() -> None:
     """Bench the cases of the command line; every rank runs it."""
     args = arguments(__doc__)

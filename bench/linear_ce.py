@@ -142,6 +142,11 @@ def bench(case: str, device: str, rounds: int, commit: str, names: str) -> list:
     return rows
 
 
+def offered(device: str) -> tuple[list[str], list[str]]:
+    """Cases and providers, for `fusedce bench`."""
+    return list(CASES), list(losses(device))
+
+
 def main() -> None:
     options = arguments(__doc__)
     cases = options.cases or ("seed,llama,qwen" if options.device == "cuda" else "smoke")

@@ -102,6 +102,11 @@ def bench(case: str, shape: tuple[int, int, int], device: str, rounds: int, comm
     return rows
 
 
+def offered(device: str) -> tuple[list[str], list[str]]:
+    """Cases and providers, for `fusedce bench`."""
+    return [*CASES, "smoke"], list(BUDGETS)
+
+
 def main() -> None:
     options = arguments(__doc__)
     on_gpu = options.device == "cuda"

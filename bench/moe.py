@@ -157,6 +157,11 @@ def bench(case: str, device: str, rounds: int, commit: str, names: str) -> list:
     return rows
 
 
+def offered(device: str) -> tuple[list[str], list[str]]:
+    """Cases, SHAPE_TOKENS with any number and with _even behind it or not, and providers, for `fusedce bench`."""
+    return [f"{shape}_{64 if shape == 'smoke' else 16384}" for shape in SHAPES], list(layers(device))
+
+
 def main() -> None:
     options = arguments(__doc__)
     cases = options.cases or ("A_16384,A_65536,B_16384" if options.device == "cuda" else "smoke_64")

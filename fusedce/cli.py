@@ -28,6 +28,7 @@ COMMANDS = {
         "fusedce.commands.tune", "cli", "better tiles for an op and shape on this GPU, kept for later runs"
     ),
     "plan": Command("fusedce.plan.command", "train", "one layout for a model on some GPUs: memory, time, and why"),
+    "bench": Command("fusedce.commands.bench", "bench", "times against the peers that are installed; from a checkout"),
     "train": Command("fusedce.train.run", "train", "[grpo|sft]: reinforcement learning on a checkable task, or text"),
 }
 # What the extras install; any other module that is missing is an error of ours.

@@ -1,7 +1,7 @@
-"""Write what the rows of bench/results/*.csv say: the README's measured section, docs/article.md's, and the times that
-`fusedce plan` counts with (fusedce/plan/measured.csv). Standard library only.
+"""Write what the rows of bench/results/*.csv say: the README's measured section and picture, docs/article.md's section,
+and the times that `fusedce plan` counts with (fusedce/plan/measured.csv). Standard library only.
 
-    python tools/figures.py            rewrites all three
+    python tools/figures.py            rewrites all four
     python tools/figures.py --check    fails if one of them is not what the rows say
 
 A table an op and GPU, a line a case, mode and metric, a column a provider: the median (p50), in the row's unit. Where a
@@ -9,12 +9,17 @@ case was measured more than once, the latest date counts.
 """
 
 import argparse
-import csv
 import sys
 from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import svg  # noqa: E402
+
+from bench.series import Row, read  # noqa: E402
+
 README = ROOT / "README.md"
 ARTICLE = ROOT / "docs" / "article.md"
 ARTICLE_CASE = ("linear_ce", "N65536_D2048_V124160_random", "fwd_bwd")
@@ -22,13 +27,13 @@ PLAN = ROOT / "fusedce" / "plan" / "measured.csv"
 PLAN_COLUMNS = ("op", "provider", "case", "mode", "p50", "gpu", "commit", "date")
 BEGIN = "<!-- figures: written by `make figures` from bench/results/*.csv -->\n"
 END = "<!-- end of figures -->"
-Row = dict[str, str]
+IMAGE = ROOT / "docs" / "images" / "measured.svg"
 
 
 def main() -> None:
     """Write, or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if README.md is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if one is out of date")
     check = parser.parse_args().check
     rows = read_rows(ROOT / "bench" / "results")
     readme, article = (path.read_text(encoding="utf-8") for path in (README, ARTICLE))
@@ -37,12 +42,14 @@ def main() -> None:
         README: with_figures(readme, section(rows)),
         ARTICLE: with_figures(article, section(case)),
         PLAN: plan_rows(rows),
+        IMAGE: svg.picture(rows),
     }
     for path, after in written.items():
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         if check and before != after:
             sys.exit(f"{path.relative_to(ROOT)} does not show the rows of bench/results; `make figures` writes them")
         if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(after, encoding="utf-8")
 
 
@@ -61,11 +68,7 @@ def plan_rows(rows: list[Row]) -> str:
 
 def read_rows(folder: Path) -> list[Row]:
     """All rows of all files, by date."""
-    rows = []
-    for path in sorted(folder.glob("*.csv")):
-        with path.open(newline="", encoding="utf-8") as file:
-            rows += list(csv.DictReader(file))
-    return sorted(rows, key=lambda row: row["date"])
+    return read(sorted(folder.glob("*.csv")))
 
 
 def with_figures(page: str, figures: str) -> str:

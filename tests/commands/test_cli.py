@@ -13,7 +13,7 @@ from fusedce.ops import registry
 from fusedce.version import __version__
 from tests.house.source import ROOT, read
 
-PARSED = ("doctor", "explain", "verify", "tune", "plan")
+PARSED = ("doctor", "explain", "verify", "tune", "plan", "bench")
 
 
 def test_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,111 @@
+"""Rows of bench/results as curves over tokens: which cases differ in nothing else. Standard library only."""
+
+import csv
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+Row = dict[str, str]
+FLOOR = "floor"  # providers whose name begins so are the bare GEMMs
+METRICS = {"time": "time", "peak": "memory beside inputs and gradients", "ratio": "time over the bare GEMMs'"}
+
+
+class Point(NamedTuple):
+    """One provider at one number of tokens: percentiles in the panel's unit."""
+
+    tokens: int
+    p20: float
+    p50: float
+    p80: float
+
+
+class Panel(NamedTuple):
+    """One metric of a group: a list of points a provider, by tokens."""
+
+    metric: str
+    unit: str
+    series: dict[str, list[Point]]
+
+    def tokens(self) -> list[int]:
+        """Every number of tokens that a provider has."""
+        return sorted({point.tokens for points in self.series.values() for point in points})
+
+
+class Group(NamedTuple):
+    """What was measured of one op in one shape and mode on one GPU."""
+
+    op: str
+    shape: str
+    mode: str
+    gpu: str
+    panels: list[Panel]
+
+    def title(self) -> str:
+        """One line."""
+        mode = {"fwd": "forward", "fwd_bwd": "forward and backward"}.get(self.mode, self.mode)
+        return f"{self.op}, {self.shape.replace('_', ' ')}, {mode}, {self.gpu}"
+
+
+def read(paths: Iterable[Path]) -> list[Row]:
+    """All rows of some files, by date."""
+    rows = []
+    for path in paths:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows += list(csv.DictReader(file))
+    return sorted(rows, key=lambda row: row["date"])
+
+
+def split(case: str) -> tuple[str, int]:
+    """A case as its shape and its tokens: "A_N16384_skewed" is ("A_skewed", 16384). ValueError where it names none."""
+    parts = case.split("_")
+    named = [part for part in parts if re.fullmatch(r"N\d+", part)]
+    if len(named) != 1:
+        raise ValueError(f"case {case!r} does not name its tokens once, as N16384 does")
+    return "_".join(part for part in parts if part != named[0]), int(named[0][1:])
+
+
+def groups(rows: list[Row]) -> list[Group]:
+    """Every group in the rows' order; where a case was measured more than once, the latest row counts."""
+    found: dict[tuple[str, ...], dict[str, dict[str, dict[int, Point]]]] = {}
+    units: dict[str, str] = {}
+    for row in rows:
+        shape, tokens = split(row["case"])
+        key = (row["op"], shape, row["mode"], row["gpu"])
+        metrics = found.setdefault(key, defaultdict(lambda: defaultdict(dict)))
+        point = Point(tokens, *(float(row[name]) for name in ("p20", "p50", "p80")))
+        metrics[row["metric"]][row["provider"]][tokens] = point
+        units[row["metric"]] = row["unit"]
+    made = []
+    for (op, shape, mode, gpu), metrics in found.items():
+        panels = [
+            Panel(metric, units[metric], {name: [by[n] for n in sorted(by)] for name, by in providers.items()})
+            for metric, providers in metrics.items()
+        ]
+        made.append(Group(op, shape, mode, gpu, [*panels, *_ratio(panels)]))
+    return made
+
+
+def _ratio(panels: list[Panel]) -> list[Panel]:
+    """Times over the floor's median at the same tokens, where there is one."""
+    times = next((panel.series for panel in panels if panel.metric == "time"), {})
+    floor = {point.tokens: point.p50 for name, points in times.items() if name.startswith(FLOOR) for point in points}
+    series = {}
+    for name, points in times.items():
+        known = [point for point in points if floor.get(point.tokens)]
+        if known and not name.startswith(FLOOR):
+            series[name] = [Point(p.tokens, *(x / floor[p.tokens] for x in (p.p20, p.p50, p.p80))) for p in known]
+    return [Panel("ratio", "×", series)] if series else []
+
+
+def headline(rows: list[Row], op: str, mode: str = "fwd_bwd") -> Group | None:
+    """The group of an op with most numbers of tokens, then most points; None where there is none."""
+    mine = [group for group in groups(rows) if (group.op, group.mode) == (op, mode) and group.panels]
+
+    def rank(group: Group) -> tuple[int, int, int]:
+        tokens = [n for panel in group.panels for n in panel.tokens()]
+        points = sum(len(points) for panel in group.panels for points in panel.series.values())
+        return len(set(tokens)), points, max(tokens)
+
+    return max(mine, key=rank, default=None)

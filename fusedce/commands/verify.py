@@ -24,9 +24,9 @@ memory poisoned with NaN, and the same bits again. "worst" is the share of that 
 The same on a CPU, NVIDIA and AMD GPUs (not yet run on AMD hardware by us).
 Exit codes: 0 if all pass, 1 if one does not, 2 for arguments that make no sense or leave nothing to check.
 
-  fusedce verify                                    all that this machine has
+  fusedce verify                                      all that this machine has
   fusedce verify --op linear_logprob,moe_experts --backend triton
-  fusedce verify --record mi300x.json --repeats 100 for a report: device, versions, results"""
+  fusedce verify --record mi300x.json --repeats 100   for a report: device, versions, results"""
 
 RECORD_FORMAT = 1
 

@@ -162,9 +162,3 @@ def test_figures_are_the_medians_and_the_latest_row_counts() -> None:
     assert text.startswith("**linear_ce** at 0123456, on H200, ")
     readme = f"a\n{figures.BEGIN}old\n{figures.END}\nb\n"
     assert figures.with_figures(readme, text) == f"a\n{figures.BEGIN}{text}{figures.END}\nb\n"
-
-
-def test_readme_example_runs() -> None:
-    """The first: the second needs transformers, and a model; tests/integrations run what it shows."""
-    example, _ = re.findall(r"```python\n(.*?)```", read("README.md"), re.DOTALL)
-    assert subprocess.run([sys.executable, "-c", example], cwd=ROOT, timeout=300).returncode == 0

@@ -32,6 +32,10 @@ torch.testing.assert_close(ours, theirs)
 torch.library.opcheck(torch.ops.fusedce.linear_logprob.default, (hidden, weight, target, None))
 moe = fusedce.nn.MoE(hidden_size=8, ffn_size=4, num_experts=4, top_k=2)
 assert moe(hidden).isfinite().all()
+from fusedce import cli
+
+assert cli.main(["--help"]) == 0
+assert cli.main(["doctor"]) == 1  # in one line: the extra is not installed
 print("smoke test passed, fusedce", fusedce.__version__)
 """
 

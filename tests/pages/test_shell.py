@@ -126,7 +126,7 @@ def test_every_example_of_a_command_s_help_parses(name: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["fusedce verfy", "fusedce verify --ops x", "fusedce tune", "make tests", "python -m bench.moes",
+    ["fusedce prove", "fusedce verify --ops x", "fusedce tune", "make tests", "python -m bench.moes",
      "python tools/stages.py cpus", "python tools/stage.py", "pip install '.[trains]'", "conda install fusedce",
      "torchrun -m bench.expert"],
 )  # fmt: skip

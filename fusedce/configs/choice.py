@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
 from fusedce import env
 from fusedce.arch import Arch
@@ -24,7 +23,7 @@ def tile_for(stage: str, arch: Arch, itemsize: int, by_tma: bool = True) -> Gemm
     tile = _changed(stage, arch) if itemsize == 2 else None
     if tile is None:
         return table_tile(stage, arch, itemsize, by_tma)
-    return replace(tile, tma=tile.tma and by_tma)
+    return tile.reached(by_tma)
 
 
 def _changed(stage: str, arch: Arch) -> GemmTile | None:

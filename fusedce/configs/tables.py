@@ -9,8 +9,6 @@ again for few rows an expert, and moe_wgrad_add (weights, added to what is there
 a multiple of the others' block_k: the rows of an expert are padded to it.
 """
 
-from dataclasses import replace
-
 from fusedce.arch import Arch
 from fusedce.configs.tiles import GemmTile
 
@@ -83,4 +81,4 @@ def table_tile(stage: str, arch: Arch, itemsize: int, by_tma: bool = True) -> Ge
     """The tile of a stage. itemsize: bytes of an operand's element (2 for bf16 and fp16, 4 for fp32). by_tma: whether
     descriptors can reach the operands; without them a tile is not persistent either."""
     tile = TABLES[arch.name][stage] if itemsize == 2 else _FP32
-    return replace(tile, tma=tile.tma and by_tma)
+    return tile.reached(by_tma)

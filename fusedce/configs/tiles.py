@@ -1,6 +1,6 @@
 """One tile of a GEMM-shaped kernel and the one rule for whether a machine can run it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusedce.arch import Arch
 
@@ -24,6 +24,10 @@ class GemmTile:
     matrix_instr: int = 0
     tma: bool = False
     staged_bytes: int = 0
+
+    def reached(self, by_tma: bool) -> "GemmTile":
+        """This tile where descriptors reach the operands, else the same without them."""
+        return self if by_tma or not self.tma else replace(self, tma=False)
 
     def shared_bytes(self, itemsize: int) -> int:
         """Bytes of shared memory that the pipelined operands take, and the output where it is staged."""

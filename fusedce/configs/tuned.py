@@ -129,6 +129,8 @@ def fault(tiles: Mapping[str, GemmTile], arch_name: str) -> str | None:
             return f"{stage}: blocks are one of {', '.join(map(str, BLOCKS))}"
         if tile.num_warps not in (1, 2, 4, 8, 16) or not 1 <= tile.num_stages <= 8 or not 1 <= tile.group_m <= 64:
             return f"{stage}: num_warps, num_stages or group_m out of range"
+        if tile.matrix_instr not in ((16, 32) if arch.vendor == "amd" else (0,)):
+            return f"{stage}: matrix_instr is {tile.matrix_instr}"
         if tile.tma > table[stage].tma or tile.staged_bytes != table[stage].staged_bytes:
             return f"{stage}: the kernel's stores are not as the table has them"
     both = {**table, **tiles}

@@ -29,4 +29,6 @@ def candidates(stage: str, arch_name: str, beside: Mapping[str, GemmTile]) -> li
                     name: getattr(tile, name) for name in ("block_m", "block_n", "block_k", "num_warps", "num_stages")
                 }
                 found[replace(own, **shape)] = None
+                if own.matrix_instr:  # AMD's other MFMA edge
+                    found[replace(own, **shape, matrix_instr=48 - own.matrix_instr)] = None
     return [tile for tile in found if fault({**beside, stage: tile}, arch_name) is None]

@@ -186,9 +186,14 @@ def _routed(sizes: Sizes, dtype: torch.dtype) -> Tensors:
     return [*_router(sizes, dtype), _index(sizes)]
 
 
-def _rows(sizes: Sizes, dtype: torch.dtype) -> Tensors:
+def _tokens(sizes: Sizes, dtype: torch.dtype) -> Tensors:
     draw = _generator(6)
     return [torch.randn(sizes.num_tokens, sizes.depth, generator=draw).to(dtype), _index(sizes)]
+
+
+def _rows(sizes: Sizes, dtype: torch.dtype) -> Tensors:
+    draw = _generator(6)
+    return [torch.randn(sizes.num_tokens * sizes.top_k, sizes.depth, generator=draw).to(dtype), _index(sizes)]
 
 
 def _layer(sizes: Sizes, dtype: torch.dtype) -> Tensors:
@@ -281,20 +286,14 @@ def _plain_dispatch(hidden: Tensor, index: Tensor) -> Results:
     return [hidden[index.reshape(-1).argsort(stable=True) // index.shape[1]]]
 
 
-def _combine(backend: str, hidden: Tensor, index: Tensor) -> Results:
-    """Of rows that are their tokens times 1, 2, 3, 1, …, so that no two of a token's are alike."""
+def _combine(backend: str, rows: Tensor, index: Tensor) -> Results:
     plan = fusedce.moe_plan(index, int(index.max()) + 1, backend=backend)
-    return [fusedce.moe_combine(_plain_rows(hidden, index), plan, backend=backend)]
+    return [fusedce.moe_combine(rows, plan, backend=backend)]
 
 
-def _plain_rows(hidden: Tensor, index: Tensor) -> Tensor:
-    rows = _plain_dispatch(hidden, index)[0]
-    return rows * (torch.arange(rows.shape[0], device=rows.device) % 3 + 1)[:, None].to(rows.dtype)
-
-
-def _plain_combine(hidden: Tensor, index: Tensor) -> Results:
+def _plain_combine(rows: Tensor, index: Tensor) -> Results:
     row_of_slot = index.reshape(-1).argsort(stable=True).argsort().view_as(index)
-    return [_plain_rows(hidden, index)[row_of_slot].sum(1)]
+    return [rows[row_of_slot].sum(1)]
 
 
 _LOGPROB = ("logprob", "entropy", "lse")
@@ -303,7 +302,6 @@ _HEAD = ("hidden", "weight", "bias", "target")
 _OF = ("hidden", "weight", "bias", "ids")
 _LAYER = ("hidden", "gate_up_proj", "down_proj", "top_k_weights", "top_k_index")
 _ROUTED = ("logits", "top_k_index")
-_ROWS = ("hidden", "top_k_index")
 PRIMITIVES = (
     Primitive("linear_logprob", _HEAD, _LOGPROB, _head, _logprob, _plain_logprob),
     Primitive(
@@ -319,6 +317,6 @@ PRIMITIVES = (
     Primitive("moe_plan", _ROUTED, _PLAN, _routed, _plan, _plain_plan),
     Primitive("moe_plan_chunks", _ROUTED, _PLAN, _routed, _chunks, _plain_chunks),
     Primitive("moe_experts", _LAYER, ("out",), _layer, _experts, _plain_experts),
-    Primitive("moe_dispatch", _ROWS, ("rows",), _rows, _dispatch, _plain_dispatch),
-    Primitive("moe_combine", _ROWS, ("out",), _rows, _combine, _plain_combine),
+    Primitive("moe_dispatch", ("hidden", "top_k_index"), ("rows",), _tokens, _dispatch, _plain_dispatch),
+    Primitive("moe_combine", ("rows", "top_k_index"), ("out",), _rows, _combine, _plain_combine),
 )

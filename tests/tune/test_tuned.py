@@ -108,6 +108,7 @@ def test_text_that_is_no_such_file(text: str, reason: str) -> None:
         ({STAGE: replace(OTHER, block_n=8, num_warps=1)}, "blocks are one of"),
         ({STAGE: replace(OTHER, num_warps=12)}, "out of range"),
         ({STAGE: replace(OTHER, num_stages=0)}, "out of range"),
+        ({STAGE: replace(OTHER, matrix_instr=16)}, "matrix_instr is 16"),
         ({STAGE: replace(OTHER, staged_bytes=2)}, "not as the table has them"),
         ({"linear_ce_pairs": replace(TABLES[ARCH]["linear_ce_pairs"], tma=True)}, "not as the table has them"),
         ({"moe_rows": replace(TABLES[ARCH]["moe_rows"], block_m=64)}, "have not the same block_m"),

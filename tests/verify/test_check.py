@@ -20,6 +20,12 @@ from tests.paired import assert_bites
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
 
+@pytest.fixture(autouse=True)
+def as_users_have_it() -> None:
+    """Without the mode that the tests run in: poison is what `fusedce verify` has to see to itself."""
+    torch.use_deterministic_algorithms(False)
+
+
 def named(op: str) -> Primitive:
     return next(primitive for primitive in PRIMITIVES if primitive.op == op)
 
@@ -142,11 +148,11 @@ def test_a_standard_that_is_wrong_itself_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 def test_memory_s_settings_come_back() -> None:
-    torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = False
     assert check(named("moe_plan"), "eager", BF16, CPU, 1).status == "pass"
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def test_the_share_of_the_bar() -> None:

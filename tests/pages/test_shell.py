@@ -80,7 +80,9 @@ def check(words: list[str], whole: bool) -> None:
     while words and re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
     program, *rest = words
-    if program == "fusedce":
+    if program == "rocprofv3":  # AMD's own, before what it profiles
+        check(rest[rest.index("--") + 1 :], whole)
+    elif program == "fusedce":
         check_fusedce(rest, whole)
     elif program == "make":
         targets = [word for word in rest if re.fullmatch(r"[a-z-]+", word)]

@@ -45,8 +45,8 @@ class Result:
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Inside, fresh memory is NaN, so that what a kernel forgets to write shows. torch has it in its deterministic mode,
-    whose warnings are not asked for here."""
+    """Inside, fresh memory is NaN, so that what a kernel forgets to write shows. torch has it in its deterministic
+    mode, whose warnings are not asked for here."""
     settings: Any = torch.utils.deterministic  # type: ignore[attr-defined]
     was_filled = settings.fill_uninitialized_memory
     was_on = torch.are_deterministic_algorithms_enabled()

@@ -6,6 +6,7 @@ GEMMs that a vendor library runs at its full rate. The buffer is all of [tokens 
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,8 +89,8 @@ def batch_scale(*numbers: Tensor | None) -> Tensor:
 
 
 def in_two_passes(
-    logprob_of: Callable,
-    backward_of: Callable,
+    logprob_of: Callable[..., Any],
+    backward_of: Callable[..., Any],
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,

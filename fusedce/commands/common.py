@@ -56,6 +56,8 @@ def device_named(text: str) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= count:
         raise UsageError(f"device is {text!r}, and torch sees {count} GPUs")
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels go to the current GPU
     return device
 
 

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
@@ -11,6 +12,10 @@ from fusedce.doctor import facts
 from fusedce.doctor.settings import SETTINGS
 from fusedce.ops import registry
 
+NUMA_BALANCING = Path("/proc/sys/kernel/numa_balancing")
+ROCM_TRAINING = (
+    "https://rocm.docs.amd.com/en/docs-6.3.3/how-to/rocm-for-ai/training/prerequisite-system-validation.html"
+)
 # What the package says of itself in pyproject.toml.
 OLDEST = {"torch": (2, 11), "triton": (3, 6)}
 
@@ -62,7 +67,7 @@ def _installed(device: torch.device) -> list[Line]:
             needed = ".".join(map(str, oldest))
             lines.append(Line("fail", name, f"{text} is older than {needed}", "docs/install.md"))
         else:
-            runtime = [f"{kind} {found[kind]}" for kind in ("cuda", "hip") if found[kind] != "none"]
+            runtime = [f"{kind} {found[kind]}" for kind in ("cuda", "hip", "nccl") if found[kind] != "none"]
             lines.append(Line("pass", name, " ".join([text, *(runtime or ["CPU build"]) * (name == "torch")])))
     missing = found["extension"].startswith("none: ")
     # An addition, except where it was asked for.
@@ -90,8 +95,20 @@ def _machine(device: torch.device) -> list[Line]:
     text = f"{row['arch']}: {limits}" if known else f"no table for this one, the tiles that fit anywhere: {limits}"
     lines.append(Line("pass" if known else "warn", "arch", text))
     if row["vendor"] == "amd":
-        lines.append(Line("warn", "arch", facts.AMD_UNTRIED, "docs/amd.md"))
+        lines += [Line("warn", "arch", facts.AMD_UNTRIED, "docs/amd.md"), *_numa_balancing()]
     return lines
+
+
+def _numa_balancing() -> list[Line]:
+    """AMD asks for it to be off on MI300X."""
+    if not NUMA_BALANCING.exists():
+        return []
+    value = NUMA_BALANCING.read_text(encoding="utf-8").strip()
+    text = f"{NUMA_BALANCING} is {value}"
+    if value == "0":
+        return [Line("pass", "host", text)]
+    why = "AMD recommends 0 for Instinct: the kernel moves pages about while GPUs use them"
+    return [Line("warn", "host", f"{text}; {why}", ROCM_TRAINING)]
 
 
 def _backends(device: torch.device, dtype: torch.dtype) -> list[Line]:

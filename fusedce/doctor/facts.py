@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.cuda import nccl
 
 from fusedce import arch, hip
 from fusedce.version import __version__
@@ -30,6 +32,7 @@ def versions() -> dict[str, str]:
         "cuda": torch.version.cuda or "none",
         "hip": torch.version.hip or "none",
         "triton": triton_version() or "none",
+        "nccl": nccl_version(),
         "extension": extension(),
         "platform": f"{sys.platform} {platform.machine()}",
     }
@@ -41,6 +44,13 @@ def triton_version() -> str | None:
         return None
     owners = metadata.packages_distributions().get("triton", [])
     return metadata.version(owners[0]) if owners else "of unknown version"
+
+
+def nccl_version() -> str:
+    """Of NCCL, or of RCCL under its name, as torch reports it; "none" without a GPU."""
+    if not torch.cuda.is_available() or not dist.is_available() or not dist.is_nccl_available():
+        return "none"
+    return ".".join(map(str, nccl.version()))
 
 
 def extension() -> str:

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -95,7 +96,7 @@ def choose(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> C
     raise AssertionError("eager runs everywhere")
 
 
-def function(choice: Choice, name: str) -> Callable:
+def function(choice: Choice, name: str) -> Callable[..., Any]:
     """The function `name` (an op or its backward) of the chosen backend.
 
     Under torch.autocast it runs with autocast off: an op's operands were cast before it, and inside, fp32 means fp32.
@@ -106,7 +107,7 @@ def function(choice: Choice, name: str) -> Callable:
     return run
 
 
-def _without_autocast(run: Callable, *arguments: object) -> object:
+def _without_autocast(run: Callable[..., Any], *arguments: object) -> object:
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         return run(*arguments)
 

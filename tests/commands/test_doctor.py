@@ -1,6 +1,8 @@
 """`fusedce doctor`: its findings on a CPU and on GPUs that stand in, the traps, JSON and exit codes."""
 
+import importlib
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.version, "cuda", None if rocm else "13.0")
         monkeypatch.setattr(facts, "DRIVERS", {"nvidia": facts.Path("/nowhere"), "amd": facts.Path("/nowhere")})
         monkeypatch.setattr(registry, "_triton_missing", lambda: None if triton else "Triton is not installed")
+        monkeypatch.setattr(facts, "nccl_version", lambda: "2.27.3")
         monkeypatch.setattr(facts, "triton_version", lambda: "3.9.0" if triton else None)
         monkeypatch.setattr(hip, "unavailable", lambda: "it is not built")
 
@@ -57,7 +60,7 @@ def test_a_cpu_is_in_order() -> None:
 def test_an_nvidia_gpu(gpu: Any) -> None:
     gpu("sm_90")
     lines = examine(GPU)
-    assert exit_code(lines) == 0 and "cuda 13.0" in lines_of(lines, "torch")[0].text
+    assert exit_code(lines) == 0 and "cuda 13.0 nccl 2.27.3" in lines_of(lines, "torch")[0].text
     assert lines_of(lines, "device")[0].text == "8 × card sm_90, 80 GiB, driver unknown"
     (limits,) = lines_of(lines, "arch")
     assert limits.status == "pass" and "32 lanes a wave" in limits.text and "227 KiB" in limits.text
@@ -72,14 +75,20 @@ def examine_with(**variables: str) -> str:
         return " ".join(f"{line.status} {line.text}" for line in examine(GPU))
 
 
-def test_an_amd_gpu_is_said_to_be_untried(gpu: Any) -> None:
+def test_an_amd_gpu_is_said_to_be_untried(gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu("gfx942", rocm=True)
+    examine_module = importlib.import_module("fusedce.doctor.examine")
+    monkeypatch.setattr(examine_module, "NUMA_BALANCING", tmp_path / "none")
     limits, untried = lines_of(examine(GPU), "arch")
     assert "64 lanes a wave" in limits.text and "64 KiB" in limits.text
     assert untried.status == "warn" and "not yet run on AMD hardware" in untried.text
     said = examine_with(GPU_MAX_HW_QUEUES="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
     assert "warn GPU_MAX_HW_QUEUES=1: all streams" in said
     assert "pass CUDA_DEVICE_MAX_CONNECTIONS=1: of no effect on this device" in said
+    for value, status in (("0", "pass"), ("1", "warn")):
+        (tmp_path / "numa_balancing").write_text(f"{value}\n")
+        monkeypatch.setattr(examine_module, "NUMA_BALANCING", tmp_path / "numa_balancing")
+        assert [line.status for line in lines_of(examine(GPU), "host")] == [status]
     assert "pass GPU_MAX_HW_QUEUES=4" in examine_with(GPU_MAX_HW_QUEUES="4")
 
 

@@ -152,7 +152,7 @@ class Run:
 
 
 RUNS = {
-    ("README.md", 0): Run(dict, has("loss", "logprob", "entropy", "lse", "out")),
+    ("README.md", 0): Run(dict, has("loss", "policy", "logprob", "entropy", "lse", "out")),
     ("docs/expert_parallel.md", 0): Run(parallel, has("out"), (("new_expert_group(8)", "new_expert_group(1)"),)),
     ("docs/expert_parallel.md", 1): Run(planned, has("out")),
     ("docs/integrations.md", 0): Run(lm_head, has("loss", "logprob", "entropy", "next_logits")),

@@ -1,6 +1,7 @@
 """Rows of bench/results as curves over tokens: which cases differ in nothing else. Standard library only."""
 
 import csv
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -67,10 +68,13 @@ def split(case: str) -> tuple[str, int]:
 
 
 def groups(rows: list[Row]) -> list[Group]:
-    """Every group in the rows' order; where a case was measured more than once, the latest row counts."""
+    """Every group in the rows' order; where a case was measured more than once, the latest row counts. Rows of cases
+    that name no tokens, and figures that are no number (memory on a CPU), are left out."""
     found: dict[tuple[str, ...], dict[str, dict[str, dict[int, Point]]]] = {}
     units: dict[str, str] = {}
     for row in rows:
+        if not math.isfinite(float(row["p50"])) or not re.search(r"(?:^|_)N\d+(?:_|$)", row["case"]):
+            continue
         shape, tokens = split(row["case"])
         key = (row["op"], shape, row["mode"], row["gpu"])
         metrics = found.setdefault(key, defaultdict(lambda: defaultdict(dict)))

@@ -10,7 +10,7 @@ from html import escape
 
 from bench.series import FLOOR, METRICS, Group, Panel, Row, headline
 
-OPS = ("linear_ce", "moe_experts", "expert_parallel")
+OPS = ("linear_ce", "linear_logprob", "moe_experts", "expert_parallel")
 WIDTH, HEIGHT, LEGEND, GAP = 292, 216, 130, 20
 LEFT, RIGHT, TOP, BOTTOM = 50, 12, 30, 34  # inside a panel
 INK, GREY, LINE = "#22303c", "#7b8794", "#e4e7eb"
@@ -22,7 +22,7 @@ def picture(rows: list[Row]) -> str:
     """The whole file."""
     found = [group for op in OPS if (group := headline(rows, op))]
     width = 3 * WIDTH + LEGEND + 2 * GAP
-    height = max(len(found), 1) * (HEIGHT + 34) + GAP
+    height = sum(map(height_of, found)) + GAP + (0 if found else HEIGHT)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="Helvetica, Arial, sans-serif" font-size="11" fill="{INK}">',
@@ -31,14 +31,21 @@ def picture(rows: list[Row]) -> str:
     if not found:
         parts.append(text(GAP, 30, "No row in bench/results yet."))
     colours = colours_of(sorted({name for group in found for name in names_of(group)}, key=order))
-    for index, group in enumerate(found):
-        parts += row_of(group, index * (HEIGHT + 34) + GAP, colours)
+    top = GAP
+    for group in found:
+        parts += row_of(group, top, colours)
+        top += height_of(group)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def names_of(group: Group) -> list[str]:
     """The providers of a group's panels, in the legend's order."""
     return sorted({name for panel in group.panels if panel.metric in METRICS for name in panel.series}, key=order)
+
+
+def height_of(group: Group) -> int:
+    """Of a row: its panels', or its legend's where that is longer."""
+    return max(HEIGHT + 34, TOP + 34 + 17 * len(names_of(group)))
 
 
 def row_of(group: Group, top: float, colours: dict[str, str]) -> Iterator[str]:

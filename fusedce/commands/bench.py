@@ -71,6 +71,8 @@ def run(config: BenchConfig) -> int:
     root = checkout()
     if config.rounds < 1 or config.ranks < 1:
         raise UsageError(f"rounds is {config.rounds} and ranks {config.ranks}; expected at least 1")
+    if ":" in config.device:
+        raise UsageError(f"device is {config.device!r}; expected cpu or cuda: CUDA_VISIBLE_DEVICES says which")
     device = device_named(config.device).type
     if config.rows:
         if config.name or config.out:

@@ -58,6 +58,7 @@ def test_rows_become_curves_and_ratios() -> None:
     assert panels["peak"].unit == "GiB"
     with pytest.raises(ValueError, match="does not name its tokens once"):
         series.split("smoke")
+    assert series.groups([row("a", 8, float("nan")), row("a", 8, 1.0) | {"case": "smoke"}]) == []
 
 
 def test_the_headline_has_most_numbers_of_tokens() -> None:
@@ -82,6 +83,10 @@ def test_the_readme_s_picture_shows_every_provider_and_picks_up_rows() -> None:
     assert "16K" in texts(more) and drawn == svg.picture(ROWS)
     both = svg.picture([*ROWS, *(r | {"op": "moe_experts", "case": r["case"].replace("D8_V9", "A")} for r in ROWS)])
     assert sum("forward and backward" in words for words in texts(both)) == 2
+    many = [row(f"deduplicated_{i}", 1024 * i, 1.0 * i, op="expert_parallel") for i in range(1, 25)]
+    tall = xml.etree.ElementTree.fromstring(svg.picture(many))
+    lowest = max(float(element.get("y", 0)) for element in tall if element.tag.endswith("text"))
+    assert lowest < float(tall.get("height", 0)) and len(texts(svg.picture(many))) > 24
     assert texts(svg.picture([])) == ["No row in bench/results yet."]
 
 
@@ -182,6 +187,7 @@ def test_a_benchmark_that_fails_or_measures_nothing(
         (["linear"], "name is 'linear'; expected one of linear_ce, "),
         (["moe", "--rounds", "0"], "rounds is 0"),
         (["moe", "--rows", "x.csv"], "--rows runs nothing"),
+        (["moe", "--device", "cuda:1"], "expected cpu or cuda: CUDA_VISIBLE_DEVICES says which"),
         (["--rows", "nowhere.csv"], "nowhere.csv: No such file"),
         (["--rows", "pyproject.toml"], "has no column case, "),
     ],

@@ -73,7 +73,7 @@ def gate_up_fwd_kernel(
             K_CONTIGUOUS, not INTERLEAVED, EVEN_K, DESCRIPTORS, BLOCK_R, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if HAS_BIAS:
-            mask_b = mask_w & (expert < num_experts)
+            mask_b = mask_w & (offs_w < tl.where(expert < num_experts, 2 * ffn, 0))
             bias = tl.load(bias_ptr + expert.to(tl.int64) * (2 * ffn) + offs_w, mask=mask_b, other=0.0)
             both += bias.to(tl.float32)[None, :]
         if INTERLEAVED:

@@ -63,7 +63,7 @@ def rows_fwd_kernel(
             K_CONTIGUOUS, False, EVEN_K, DESCRIPTORS, BLOCK_R, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if HAS_BIAS:
-            mask_b = mask_n & (expert < num_experts)
+            mask_b = offs_n < tl.where(expert < num_experts, width, 0)
             bias = tl.load(bias_ptr + expert.to(tl.int64) * width + offs_n, mask=mask_b, other=0.0)
             acc += bias.to(tl.float32)[None, :]
         start = tl.load(table_ptr + num_tiles + tile_r)

@@ -60,6 +60,13 @@ def twin_of_sum(gold: Tensor, errors: Tensor) -> Tensor:
     return gold + errors.square().sum().sqrt()
 
 
+def worst_twin(tries: list[Tensor], gold: Tensor) -> Tensor:
+    """A twin of several results of plain torch: of each element the one that is furthest off."""
+    drawn, exact = torch.stack(tries), gold.to(tries[0].device)
+    at = (drawn.double() - exact).abs().nan_to_num().argmax(0, keepdim=True)
+    return drawn.gather(0, at)[0]
+
+
 def assert_bites(gold: Tensor, twin: Tensor, name: str = "result") -> None:
     """Fail unless the rule would catch: a result of zeros, one wrong row, a dropped tail, everything moved by one
     row."""

@@ -7,12 +7,14 @@ results are NaN, so nothing plausible comes out of it. On the CPU the error is r
 """
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _NOTHING = -1  # the row number while no bad value was seen
+Search = Callable[[Tensor, int, int | None, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -74,27 +76,22 @@ def check_flags() -> None:
     raise_pending()
 
 
-def report_outside(op: str, argument: str, values: Tensor, size: int, ignore: int | None = None) -> None:
+def report_outside(
+    search: Search, op: str, argument: str, values: Tensor, size: int, ignore: int | None = None
+) -> None:
     """Report the first row of `values` (N,) int64 that is neither in [0, size) nor `ignore`.
 
-    CPU: raises ValueError. GPU: no sync; a report for `raise_pending`. About ten launches on vectors of N.
+    search: a backend's `first_outside`. CPU: raises ValueError. GPU: no sync; a report for `raise_pending`.
     """
-    bad = (values < 0) | (values >= size)
-    if ignore is not None:
-        bad &= values != ignore
-    num_rows = values.shape[0]
+    if values.shape[0] == 0:
+        return
     if values.device.type == "cpu":
-        if bad.any():
-            row = int(bad.to(torch.uint8).argmax())
-            raise _error(op, argument, size, row, int(values[row]))
+        seen = torch.full((2,), _NOTHING)
+        search(values, size, ignore, seen)
+        row, value = seen.tolist()
+        if row != _NOTHING:
+            raise _error(op, argument, size, row, value)
         return
-    if num_rows == 0:
-        return
-    rows = torch.arange(num_rows, device=values.device)
-    first = torch.where(bad, rows, num_rows).min()
-    # gather, not values[first]: indexing by a tensor of no dimension reads it on the host
-    value = values.gather(0, first.clamp(max=num_rows - 1).reshape(1))
-    seen = torch.cat((torch.where(first == num_rows, _NOTHING, first).reshape(1), value))
     box = _mailbox(op, argument, size, values.device)
-    box.device.copy_(torch.where(box.device[0] == _NOTHING, seen, box.device))
+    search(values, size, ignore, box.device)
     box.host.copy_(box.device, non_blocking=True)

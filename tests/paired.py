@@ -6,9 +6,9 @@ gold: the result in fp64 on the same rounded inputs. twin: plain torch in the te
 import torch
 from torch import Tensor
 
-from fusedce.verify.tolerance import row_rms, twin_of_sum, violation
+from fusedce.verify.tolerance import row_rms, twin_of_sum, violation, worst_twin
 
-__all__ = ["assert_bites", "assert_close", "twin_of_sum", "violation"]
+__all__ = ["assert_bites", "assert_close", "twin_of_sum", "violation", "worst_twin"]
 
 
 def assert_close(out: Tensor, gold: Tensor, twin: Tensor, name: str = "result") -> None:

@@ -18,7 +18,7 @@ import fusedce
 from fusedce import env
 from tests.conftest import Place
 from tests.linear_ce_cases import IGNORE, Case, in_fp64, plain, with_gradients
-from tests.paired import assert_close
+from tests.paired import assert_close, worst_twin
 from tests.test_linear_ce_loss import ALL, Loss, check
 from tests.test_policy_loss import cispo, clipped, with_bonus
 
@@ -167,12 +167,7 @@ def unlucky(
 
     tries = [with_gradients(run, leaves, grads)]
     tries += [with_gradients(run, [nudged(leaf) for leaf in leaves], grads) for _ in range(4)]
-    worst = []
-    for results in zip(*tries, gold, strict=True):
-        drawn, exact = torch.stack(results[:-1]), results[-1].to(results[0].device)
-        at = (drawn.double() - exact).abs().nan_to_num().argmax(0, keepdim=True)
-        worst.append(drawn.gather(0, at)[0])
-    return worst
+    return [worst_twin(list(results), exact) for *results, exact in zip(*tries, gold, strict=True)]
 
 
 def fused(run: Callable[[], list[Tensor]]) -> list[Tensor]:

@@ -12,6 +12,8 @@ from fusedce.distributed.expert_counts import DTYPES, MAX_CHUNKS, Counts, Device
 from fusedce.distributed.slot_route import ELSEWHERE, SlotRoute, reordered
 from fusedce.functional import moe_plan, moe_plan_chunks, moe_rank_index
 from fusedce.functional.moe_route import check_index
+from fusedce.ops import registry
+from fusedce.ops.outside import report_outside
 from fusedce.options import MoEChunks, MoEPlan
 
 __all__ = ["ExpertChunk", "ExpertPlan", "auto_chunks", "expert_plan"]
@@ -171,7 +173,8 @@ class _Request:
                 f"fusedce.{OP}: argument 'num_experts' is {num_experts}; expected a multiple of the group's "
                 f"{num_ranks} ranks"
             )
-        flags.report_outside(OP, "top_k_index", top_k_index.reshape(-1), num_experts, ignore=-1)
+        choice = registry.choose("moe_plan", backend, top_k_index.device, torch.float32)
+        report_outside(choice, "top_k_index", top_k_index.reshape(-1), num_experts, -1, OP)
         name, reason = choose_dispatcher(num_ranks, top_k_index.shape[1]) if name == "auto" else (name, "asked for")
         dispatcher = DISPATCHERS[name]
         ranks = slot_ranks(top_k_index, num_experts, num_ranks)

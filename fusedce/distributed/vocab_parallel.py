@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce import checks, flags
+from fusedce import checks
 from fusedce.distributed.collectives import all_gather, local_part, reduce_scatter
 from fusedce.functional import LogProb
 from fusedce.functional.autocast import autocast
 from fusedce.functional.operands import check_options, check_weight, head_operands, kept_temperature, row_temperature
+from fusedce.ops import registry
+from fusedce.ops.outside import report_outside
 from fusedce.options import LogitOptions
 from fusedce.rows import merge_parts
 
@@ -95,7 +97,8 @@ def vocab_parallel_logprob(
     check_options(op, softcap, ignore_index, "auto")
     scalar, rows = row_temperature(op, temperature, target)
     rows = kept_temperature(rows, target, ignore_index)
-    flags.report_outside(op, "target", target.reshape(-1), shard.size, ignore_index)
+    choice = registry.choose("linear_parts", backend, hidden.device, hidden.dtype)
+    report_outside(choice, "target", target.reshape(-1), shard.size, ignore_index, op)
     words = shard.words(weight.shape[0])
     results = _Logprob.apply(
         autocast(hidden)[0].reshape(-1, hidden.shape[-1]), weight[:words], target.reshape(-1),

@@ -27,8 +27,10 @@ from fusedce.eager.moe_route import (
     moe_route_backward,
 )
 from fusedce.eager.selected import linear_logprob_of, linear_logprob_of_backward
+from fusedce.outside import first_outside
 
 __all__ = [
+    "first_outside",
     "linear_argmax",
     "linear_ce_sum_backward",
     "linear_fused",

@@ -12,6 +12,7 @@ from fusedce.functional.main_grad import checked_main_grad, weight_into
 from fusedce.functional.operands import check_options, head_operands, kept_temperature, row_temperature
 from fusedce.ops import registry
 from fusedce.ops.main_grad import add_scaled
+from fusedce.ops.outside import report_outside
 from fusedce.options import LogitOptions, Upstream, Wanted
 
 __all__ = ["linear_policy_loss"]
@@ -102,7 +103,7 @@ class _PolicyLoss(torch.autograd.Function):
         flags.raise_pending()
         options, with_entropy = run.options, run.with_entropy
         choice = registry.choose("linear_ce_sum", run.backend, hidden.device, hidden.dtype)
-        flags.report_outside("linear_policy_loss", "target", target, weight.shape[0], options.ignore_index)
+        report_outside(choice, "target", target, weight.shape[0], options.ignore_index, op="linear_policy_loss")
         mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
         losses: list[Tensor] = []
 

@@ -10,8 +10,10 @@ from fusedce.hip.linear_ce import (
     linear_logprob,
     linear_logprob_backward,
 )
+from fusedce.outside import first_outside
 
 __all__ = [
+    "first_outside",
     "build_info",
     "linear_ce_sum_backward",
     "linear_fused",

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fusedce import flags
 from fusedce.ops import registry
+from fusedce.ops.autograd import register_autograd
 from fusedce.ops.gradients import given_away, no_double_backward
 from fusedce.ops.linear_logprob import (
     check_sizes,
@@ -12,6 +13,7 @@ from fusedce.ops.linear_logprob import (
     logit_options,
     result_dtype,
 )
+from fusedce.ops.outside import report_outside
 from fusedce.ops.schema import LIB, NAMESPACE
 from fusedce.options import Upstream, Wanted
 
@@ -37,7 +39,7 @@ def _ce_sum(
     check_sizes(hidden, weight, target, bias, row_temperature)
     options = logit_options(ignore_index, temperature, softcap, row_temperature)
     choice = registry.choose("linear_ce_sum", backend, hidden.device, hidden.dtype)
-    flags.report_outside("linear_ce_sum", "target", target, weight.shape[0], ignore_index)
+    report_outside(choice, "target", target, weight.shape[0], ignore_index)
     d_logprob = -nll_weight
 
     def upstream_of(start: int, stop: int, logprob: Tensor, entropy: Tensor, lse: Tensor) -> Upstream:
@@ -124,5 +126,5 @@ def _ce_sum_autograd(ctx, d_loss, *_):  # type: ignore[no-untyped-def]
     return d_hidden, d_weight, None, d_bias, None, None, None, None
 
 
-torch.library.register_autograd(f"{NAMESPACE}::linear_ce_sum", _ce_sum_autograd, setup_context=_ce_sum_setup, lib=LIB)
-torch.library.register_autograd(f"{NAMESPACE}::linear_ce_sum_backward", no_double_backward("linear_ce_sum"), lib=LIB)
+register_autograd("linear_ce_sum", _ce_sum_autograd, _ce_sum_setup)
+register_autograd("linear_ce_sum_backward", no_double_backward("linear_ce_sum"))

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from fusedce import flags
 from fusedce.ops import registry
+from fusedce.ops.autograd import register_autograd
 from fusedce.ops.gradients import given_away, no_double_backward
+from fusedce.ops.outside import report_outside
 from fusedce.ops.schema import LIB, NAMESPACE
 from fusedce.options import LogitOptions, Upstream
 
@@ -29,7 +31,7 @@ def _logprob(
     check_sizes(hidden, weight, target, bias, row_temperature)
     options = logit_options(ignore_index, temperature, softcap, row_temperature)
     choice = registry.choose("linear_logprob", backend, hidden.device, hidden.dtype)
-    flags.report_outside("linear_logprob", "target", target, weight.shape[0], ignore_index)
+    report_outside(choice, "target", target, weight.shape[0], ignore_index)
     run = registry.function(choice, "linear_logprob")
     return run(hidden, weight, target, bias, options, with_entropy)
 
@@ -238,7 +240,5 @@ def _logprob_autograd(ctx, d_logprob, d_entropy, d_lse, _):  # type: ignore[no-u
     return d_hidden, d_weight, None, d_bias, None
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::linear_logprob", _logprob_autograd, setup_context=_logprob_setup, lib=LIB
-)
-torch.library.register_autograd(f"{NAMESPACE}::linear_logprob_backward", no_double_backward("linear_logprob"), lib=LIB)
+register_autograd("linear_logprob", _logprob_autograd, _logprob_setup)
+register_autograd("linear_logprob_backward", no_double_backward("linear_logprob"))

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fusedce import flags
 from fusedce.ops import registry
+from fusedce.ops.autograd import register_autograd
 from fusedce.ops.gradients import given_away, no_double_backward
 from fusedce.ops.linear_logprob import (
     check_sizes,
@@ -12,6 +13,7 @@ from fusedce.ops.linear_logprob import (
     logit_options,
     result_dtype,
 )
+from fusedce.ops.outside import report_outside
 from fusedce.ops.schema import LIB, NAMESPACE
 
 
@@ -31,7 +33,7 @@ def _logprob_of(
     _check_ids(hidden, weight, ids, bias, row_temperature)
     options = logit_options(ignore_index, temperature, softcap, row_temperature)
     choice = registry.choose("linear_logprob_of", backend, hidden.device, hidden.dtype)
-    flags.report_outside("linear_logprob_of", "ids", ids.reshape(-1), weight.shape[0], ignore_index)
+    report_outside(choice, "ids", ids.reshape(-1), weight.shape[0], ignore_index)
     return registry.function(choice, "linear_logprob_of")(hidden, weight, ids, bias, options)
 
 
@@ -128,7 +130,5 @@ def _autograd(ctx, d_logprob, *_):  # type: ignore[no-untyped-def]
     return d_hidden, d_weight, None, d_bias, None
 
 
-torch.library.register_autograd(f"{NAMESPACE}::linear_logprob_of", _autograd, setup_context=_setup, lib=LIB)
-torch.library.register_autograd(
-    f"{NAMESPACE}::linear_logprob_of_backward", no_double_backward("linear_logprob_of"), lib=LIB
-)
+register_autograd("linear_logprob_of", _autograd, _setup)
+register_autograd("linear_logprob_of_backward", no_double_backward("linear_logprob_of"))

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fusedce import budget, flags
 from fusedce.ops import registry
+from fusedce.ops.autograd import register_autograd
 from fusedce.ops.gradients import given_away, no_double_backward
 from fusedce.ops.linear_logprob import (
     check_sizes,
@@ -12,6 +13,7 @@ from fusedce.ops.linear_logprob import (
     logit_options,
     result_dtype,
 )
+from fusedce.ops.outside import report_outside
 from fusedce.ops.schema import LIB, NAMESPACE
 from fusedce.options import Upstream
 
@@ -35,7 +37,7 @@ def _logprob_sparse(
     _check(hidden, weight, target, bias, row_temperature, certificate, gradient_budget)
     options = logit_options(ignore_index, temperature, softcap, row_temperature)
     choice = registry.choose("linear_logprob_sparse", backend, hidden.device, hidden.dtype)
-    flags.report_outside("linear_logprob_sparse", "target", target, weight.shape[0], ignore_index)
+    report_outside(choice, "target", target, weight.shape[0], ignore_index)
     run = registry.function(choice, "linear_logprob_sparse")
     return run(hidden, weight, target, bias, options, with_entropy, gradient_budget)
 
@@ -157,12 +159,9 @@ def _autograd(ctx, d_logprob, d_entropy, d_lse, *_):  # type: ignore[no-untyped-
         d_logprob, d_entropy, d_lse, *ctx.saved_tensors, options["ignore_index"], options["temperature"],
         options["softcap"], options["gradient_budget"], mask, options["backend"],
     )  # fmt: skip
-    # Arguments at the end that have their default are not among the inputs.
-    d_hidden, d_weight, d_bias, certificate = given_away(grads, [*mask, len(needs) > 5 and needs[5]])
-    return (d_hidden, d_weight, None, d_bias, None, certificate)[: len(needs)]
+    d_hidden, d_weight, d_bias, certificate = given_away(grads, [*mask, needs[5]])
+    return d_hidden, d_weight, None, d_bias, None, certificate
 
 
-torch.library.register_autograd(f"{NAMESPACE}::linear_logprob_sparse", _autograd, setup_context=_setup, lib=LIB)
-torch.library.register_autograd(
-    f"{NAMESPACE}::linear_logprob_sparse_backward", no_double_backward("linear_logprob"), lib=LIB
-)
+register_autograd("linear_logprob_sparse", _autograd, _setup)
+register_autograd("linear_logprob_sparse_backward", no_double_backward("linear_logprob"))

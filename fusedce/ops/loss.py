@@ -103,24 +103,28 @@ def _weights_of(
     row_weight = kept.to(result_dtype(head.hidden))
     if token_weight is not None:
         row_weight = torch.where(kept, token_weight.detach().to(row_weight.dtype), 0.0)
-    of_target, smoothed = row_weight, row_weight * label_smoothing
+    of_target = row_weight
     if class_weight is not None:
         # clamp: a label out of range is reported, and its row is NaN already
         of_target = row_weight * class_weight[head.target.clamp(0, head.weight.shape[0] - 1)]
     if reduction == "mean":
-        # All rows ignored: loss 0 and gradients 0, not 0/0.
-        # In fp64: weights of both signs may cancel.
-        total = of_target.reshape(num_heads, -1).sum(1, dtype=torch.float64)
-        inverse = (1.0 / torch.where(total == 0, 1.0, total)).to(of_target.dtype)
-        inverse = inverse.repeat_interleave(kept.shape[0] // num_heads)
-        row_weight, of_target, smoothed = row_weight * inverse, of_target * inverse, smoothed * inverse
+        inverse = _inverse_totals(of_target, num_heads)
+        row_weight, of_target = (row_weight * inverse if label_smoothing or z_loss else row_weight), of_target * inverse
+    square = row_weight * z_loss if z_loss else None
+    if not label_smoothing:
+        return _Weights(of_target, None, square, None)
+    smoothed = row_weight * label_smoothing
     mean_class = 1.0 if class_weight is None else class_weight.mean()
-    return _Weights(
-        of_target * (1.0 - label_smoothing),
-        smoothed * mean_class if label_smoothing else None,
-        row_weight * z_loss if z_loss else None,
-        smoothed if label_smoothing else None,
-    )
+    return _Weights(of_target * (1.0 - label_smoothing), smoothed * mean_class, square, smoothed)
+
+
+def _inverse_totals(weights: Tensor, num_heads: int) -> Tensor:
+    """(N,) or (1,): one over the sum of the head's weights; 0 where that is 0, so that without a row that counts the
+    loss and its gradients are 0, not 0/0."""
+    # In fp64: weights of both signs may cancel.
+    total = weights.reshape(num_heads, -1).sum(1, dtype=torch.float64)
+    inverse = torch.where(total == 0, 0.0, total.reciprocal()).to(weights.dtype)
+    return inverse if num_heads == 1 else inverse.repeat_interleave(weights.shape[0] // num_heads)
 
 
 def _check_options(op: str, reduction: str, allowed: tuple[str, ...], label_smoothing: float, softcap: float) -> None:

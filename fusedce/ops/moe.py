@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fusedce import flags
 from fusedce.ops import registry
+from fusedce.ops.autograd import register_autograd
 from fusedce.ops.gradients import given_away, no_double_backward
 from fusedce.ops.schema import LIB, NAMESPACE
 from fusedce.options import ACTIVATIONS, SAVES, ExpertOptions
@@ -335,8 +336,6 @@ def _experts_context(ctx, inputs, keyword_only_inputs, output) -> None:  # type:
     ctx.mark_non_differentiable(pre_act)
     # Else autograd makes zeros of its size, as the upstream gradient of what nobody differentiates.
     ctx.set_materialize_grads(False)
-    # torch leaves out trailing arguments that have their default.
-    inputs = (*inputs, *(None,) * (11 - len(inputs)))
     # Not saved: other backwards add to the main gradients before this one, and autograd would call that a mistake.
     ctx.main_grads = inputs[9:]
     ctx.save_for_backward(*inputs[:9], pre_act)
@@ -344,10 +343,9 @@ def _experts_context(ctx, inputs, keyword_only_inputs, output) -> None:  # type:
 
 
 def _experts_autograd(ctx, d_rows, _):  # type: ignore[no-untyped-def]
-    options, count = ctx.options, len(ctx.needs_input_grad)
+    options, needs = ctx.options, ctx.needs_input_grad
     if d_rows is None:
-        return (None,) * count
-    needs = (*ctx.needs_input_grad, *(False,) * (11 - count))
+        return (None,) * 11
     mask = [*needs[:4], *needs[7:9]]
     settings = [options[name] for name in ("activation", "limit", "interleaved", "save", "combine")]
     arguments = (d_rows, *ctx.saved_tensors, *settings, mask)
@@ -360,7 +358,7 @@ def _experts_autograd(ctx, d_rows, _):  # type: ignore[no-untyped-def]
         grads = torch.ops.fusedce.moe_experts_backward_into(*arguments, *ctx.main_grads, options["backend"])
         own[1:3] = [wanted and main is None for wanted, main in zip(mask[1:3], ctx.main_grads, strict=True)]
     given = given_away(grads, own)
-    return (*given[:4], None, None, None, *given[4:], None, None)[:count]
+    return *given[:4], None, None, None, *given[4:], None, None
 
 
 def _plan_context(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -376,8 +374,7 @@ def _combine_autograd(ctx, d_out):  # type: ignore[no-untyped-def]
     return torch.ops.fusedce.moe_dispatch(d_out, *ctx.saved_tensors, backend=ctx.backend), None, None
 
 
-_autograd = torch.library.register_autograd
-_autograd(f"{NAMESPACE}::moe_experts", _experts_autograd, setup_context=_experts_context, lib=LIB)
-_autograd(f"{NAMESPACE}::moe_experts_backward", no_double_backward("moe_experts"), lib=LIB)
-_autograd(f"{NAMESPACE}::moe_dispatch", _dispatch_autograd, setup_context=_plan_context, lib=LIB)
-_autograd(f"{NAMESPACE}::moe_combine", _combine_autograd, setup_context=_plan_context, lib=LIB)
+register_autograd("moe_experts", _experts_autograd, _experts_context)
+register_autograd("moe_experts_backward", no_double_backward("moe_experts"))
+register_autograd("moe_dispatch", _dispatch_autograd, _plan_context)
+register_autograd("moe_combine", _combine_autograd, _plan_context)

@@ -5,7 +5,9 @@ from torch import Tensor
 
 from fusedce import flags
 from fusedce.ops import registry
+from fusedce.ops.autograd import register_autograd
 from fusedce.ops.gradients import no_double_backward
+from fusedce.ops.outside import report_outside
 from fusedce.ops.schema import LIB, NAMESPACE
 
 SCORES = ("softmax", "sigmoid")
@@ -45,7 +47,7 @@ def _replay(
     flags.raise_pending()
     _check_index("moe_replay", logits, top_k_index, score)
     choice = registry.choose("moe_replay", backend, logits.device, logits.dtype)
-    flags.report_outside("moe_replay", "top_k_index", top_k_index.reshape(-1), logits.shape[1], ignore=NO_PART)
+    report_outside(choice, "top_k_index", top_k_index.reshape(-1), logits.shape[1], ignore=NO_PART)
     return registry.function(choice, "moe_replay")(logits, top_k_index, score, renormalize, scale)
 
 
@@ -91,7 +93,7 @@ def _plan(top_k_index: Tensor, num_experts: int, *, backend: str = "auto") -> tu
     _check_plan("moe_plan", top_k_index, num_experts, 1)
     # A plan is integers: every dtype that the kernels take is as good.
     choice = registry.choose("moe_plan", backend, top_k_index.device, torch.float32)
-    flags.report_outside("moe_plan", "top_k_index", top_k_index.reshape(-1), num_experts, ignore=NO_PART)
+    report_outside(choice, "top_k_index", top_k_index.reshape(-1), num_experts, ignore=NO_PART)
     return registry.function(choice, "moe_plan")(top_k_index, num_experts)
 
 
@@ -101,7 +103,7 @@ def _plan_chunks(
     flags.raise_pending()
     _check_plan("moe_plan_chunks", top_k_index, num_experts, num_chunks)
     choice = registry.choose("moe_plan_chunks", backend, top_k_index.device, torch.float32)
-    flags.report_outside("moe_plan_chunks", "top_k_index", top_k_index.reshape(-1), num_experts, ignore=NO_PART)
+    report_outside(choice, "top_k_index", top_k_index.reshape(-1), num_experts, ignore=NO_PART)
     return registry.function(choice, "moe_plan_chunks")(top_k_index, num_experts, num_chunks)
 
 
@@ -340,9 +342,8 @@ def _balance_autograd(ctx, _, d_share, d_square):  # type: ignore[no-untyped-def
     return d_logits, None, None
 
 
-_autograd = torch.library.register_autograd
-_autograd(f"{NAMESPACE}::moe_route", _route_autograd, setup_context=_route_context, lib=LIB)
-_autograd(f"{NAMESPACE}::moe_replay", _replay_autograd, setup_context=_replay_context, lib=LIB)
-_autograd(f"{NAMESPACE}::moe_route_backward", no_double_backward("moe_route"), lib=LIB)
-_autograd(f"{NAMESPACE}::moe_balance", _balance_autograd, setup_context=_balance_context, lib=LIB)
-_autograd(f"{NAMESPACE}::moe_balance_backward", no_double_backward("moe_balance"), lib=LIB)
+register_autograd("moe_route", _route_autograd, _route_context)
+register_autograd("moe_replay", _replay_autograd, _replay_context)
+register_autograd("moe_route_backward", no_double_backward("moe_route"))
+register_autograd("moe_balance", _balance_autograd, _balance_context)
+register_autograd("moe_balance_backward", no_double_backward("moe_balance"))

@@ -25,8 +25,10 @@ from fusedce.triton.moe import (
     moe_route,
     moe_route_backward,
 )
+from fusedce.triton.outside import first_outside
 
 __all__ = [
+    "first_outside",
     "linear_argmax",
     "linear_ce_sum_backward",
     "linear_fused",

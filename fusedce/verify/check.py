@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedce.ops import registry
 from fusedce.verify.primitives import LARGE, PRIMITIVES, SMALL, Primitive, Sizes, Tensors
-from fusedce.verify.tolerance import Margin, margin, twin_of_sum
+from fusedce.verify.tolerance import Margin, margin, twin_of_sum, worst_twin
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Two ways to the same number in fp64, over sums of a few thousand terms.
@@ -109,6 +109,11 @@ def margins(
     wide = [t if t is None or not t.is_floating_point() else t.double() for t in rounded]
     gold = evaluate(primitive, lambda *t: primitive.ours("eager", *t), wide)
     twin = evaluate(primitive, primitive.plain, there)
+    if device.type != "cpu":
+        # torch's GPU kernels and its CPU kernels are both plain torch, and each is right by luck in other rows.
+        on_cpu = evaluate(primitive, primitive.plain, rounded)
+        floating = [name for name, tensor in twin.items() if tensor.is_floating_point()]
+        twin |= {name: worst_twin([twin[name].cpu(), on_cpu[name]], gold[name]) for name in floating}
     if primitive.tokens is not None:
         errors = primitive.tokens(*there).double().cpu() - primitive.tokens(*wide)
         twin[primitive.names[0]] = twin_of_sum(gold[primitive.names[0]], errors)

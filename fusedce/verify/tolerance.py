@@ -73,3 +73,10 @@ def twin_of_sum(gold: Tensor, errors: Tensor) -> Tensor:
     gold: (), the sum. errors: (N,) in fp64, what the twin's tokens are off by.
     """
     return gold + errors.square().sum().sqrt()
+
+
+def worst_twin(tries: list[Tensor], gold: Tensor) -> Tensor:
+    """A twin of several results of plain torch: of each element the one that is furthest off."""
+    drawn, exact = torch.stack(tries), gold.to(tries[0].device)
+    at = (drawn.double() - exact).abs().nan_to_num().argmax(0, keepdim=True)
+    return drawn.gather(0, at)[0]

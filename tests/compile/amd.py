@@ -5,9 +5,10 @@ import re
 from triton.compiler import CompiledKernel
 
 from fusedce.arch import Arch
-from tests.compile.resources import Resources
+from tests.compile.resources import Resources, within_product_loops
 
 SIMDS_PER_CU = 4
+NARROW = re.compile(r"\b(global|flat|buffer)_load_([us]?short|[us]byte)")
 
 
 def resources(compiled: CompiledKernel, arch: Arch) -> Resources:
@@ -29,6 +30,7 @@ def resources(compiled: CompiledKernel, arch: Arch) -> Resources:
         spills=in_memory + scalars,
         # Scalars go to lanes of a vector register: free around the loop, not in it.
         loop_spills=in_memory or (scalars and lane_moves_in_loop(text)),
+        narrow_loads=in_loop(text, NARROW) or 0,
         workgroups=min(by_registers, by_lds),
         matrix=matrix_instructions(text),
     )
@@ -43,18 +45,23 @@ def number(text: str, label: str) -> int:
 
 def lane_moves_in_loop(text: str) -> int:
     """How many instructions move spilled scalars in innermost loops with matrix instructions; all, without such."""
+    pattern = re.compile(r"\bv_(write|read)lane_b32\b")
+    inside = in_loop(text, pattern)
+    return len(pattern.findall(text)) if inside is None else inside
+
+
+def in_loop(text: str, pattern: re.Pattern) -> int | None:
+    """How many instructions like `pattern` lie in innermost loops with matrix instructions; None without such."""
     lines = text.splitlines()
     labels = {line.split(":")[0]: at for at, line in enumerate(lines) if re.match(r"\.LBB\d+_\d+:", line)}
-    moves = [at for at, line in enumerate(lines) if re.search(r"\bv_(write|read)lane_b32\b", line)]
+    places = [at for at, line in enumerate(lines) if pattern.search(line)]
     products = [at for at, line in enumerate(lines) if "v_mfma" in line]
     jumps = [
         (labels[to[1]], at)
         for at, line in enumerate(lines)
         if (to := re.search(r"\bs_c?branch\w*\s+(\.LBB\d+_\d+)", line)) and to[1] in labels
     ]
-    loops = [(first, last) for first, last in jumps if any(first <= at <= last for at in products)]
-    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    return sum(any(first <= at <= last for first, last in inner) for at in moves) if inner else len(moves)
+    return within_product_loops(places, jumps, products)
 
 
 def matrix_instructions(text: str) -> tuple[str, ...]:

@@ -6,7 +6,9 @@ import tempfile
 from triton.compiler import CompiledKernel
 
 from tests import toolchain
-from tests.compile.resources import Resources
+from tests.compile.resources import Resources, within_product_loops
+
+NARROW = re.compile(r"\bLDG\S*\.[US](8|16)\b")
 
 
 def resources(compiled: CompiledKernel) -> Resources:
@@ -14,13 +16,15 @@ def resources(compiled: CompiledKernel) -> Resources:
     usage = resource_usage(compiled.asm["cubin"])
     # ptxas keeps spilled registers on the stack, which is local memory.
     spills = usage["STACK"] + usage["LOCAL"]
+    code = disassembly(compiled.asm["cubin"])
     return Resources(
         threads=compiled.metadata.num_warps * compiled.metadata.target.warp_size,
         wave_size=compiled.metadata.target.warp_size,
         registers=usage["REG"],
         shared=compiled.metadata.shared,
         spills=spills,
-        loop_spills=spills and spills_in_loop(disassembly(compiled.asm["cubin"])),
+        loop_spills=spills and spills_in_loop(code),
+        narrow_loads=in_loop(code, NARROW) or 0,
         workgroups=1,
         matrix=matrix_instructions(compiled.asm["ptx"]),
     )
@@ -48,14 +52,17 @@ def disassembly(cubin: bytes) -> list[tuple[int, str]]:
 
 def spills_in_loop(code: list[tuple[int, str]]) -> int:
     """How many loads and stores of local memory lie in innermost loops with matrix instructions; all, without such."""
-    spilled = [at for at, text in code if re.search(r"\b(LDL|STL)\b", text)]
+    pattern = re.compile(r"\b(LDL|STL)\b")
+    inside = in_loop(code, pattern)
+    return sum(bool(pattern.search(text)) for _, text in code) if inside is None else inside
+
+
+def in_loop(code: list[tuple[int, str]], pattern: re.Pattern) -> int | None:
+    """How many instructions like `pattern` lie in innermost loops with matrix instructions; None without such."""
+    places = [at for at, text in code if pattern.search(text)]
     products = [at for at, text in code if "MMA" in text]
     jumps = [(int(target[1], 16), at) for at, text in code if (target := re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", text))]
-    loops = [(first, last) for first, last in jumps if any(first <= at <= last for at in products)]
-    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    if not inner:
-        return len(spilled)
-    return sum(any(first <= at <= last for first, last in inner) for at in spilled)
+    return within_product_loops(places, jumps, products)
 
 
 def matrix_instructions(ptx: str) -> tuple[str, ...]:

@@ -101,6 +101,20 @@ def test_amd_s_scalar_spills_are_told_apart_by_where_they_are() -> None:
     assert amd.lane_moves_in_loop("\n".join([before, loop[0], inside, loop[2]])) == 2
 
 
+def test_loads_of_one_element_are_seen() -> None:
+    """What a clamped index makes of a row that lies side by side: a tenth of the speed, and the same numbers."""
+    product, loop = (0x30, "HGMMA.64x256x16.F32 R24"), (0x50, "@P0 BRA 0x20")
+    wide, narrow = "LDG.E.128 R4, desc[UR4][R2.64]", "LDG.E.U16 R4, desc[UR4][R2.64]"
+    assert nvidia.in_loop([(0x10, narrow), (0x20, wide), product, loop], nvidia.NARROW) == 0
+    assert nvidia.in_loop([(0x10, wide), (0x20, narrow), product, loop], nvidia.NARROW) == 1
+    text = ".LBB0_1:\n{}\nv_mfma_f32_16x16x16_bf16 a[0:3], v[0:1], v[2:3], a[0:3]\ns_cbranch_scc1 .LBB0_1"
+    assert amd.in_loop(text.format("global_load_dwordx4 v[0:3], v[4:5], off"), amd.NARROW) == 0
+    assert amd.in_loop(text.format("buffer_load_ushort v0, v1, s[0:3], 0 offen"), amd.NARROW) == 1
+    arch = ARCHS["sm_90"]
+    used = measure(compile_toy(arch, "bf16", (128, 128, 32), num_warps=8), arch)
+    assert over_budget(dataclasses.replace(used, narrow_loads=9), arch, gemm_16bit=True)
+
+
 def test_golden_numbers_belong_to_one_triton() -> None:
     then = golden.Row("3.9.0", registers=100, shared=1024, spills=0, matrix="wgmma.m64n256k16.bf16")
     same = dataclasses.replace

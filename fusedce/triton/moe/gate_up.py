@@ -60,17 +60,20 @@ def gate_up_fwd_kernel(
         expert = tl.load(table_ptr + tile_r)
         columns = tl.arange(0, BLOCK_N)
         if INTERLEAVED:
-            offs_w = tl.minimum(tile_f * BLOCK_N + columns, 2 * ffn - 1)
+            offs_w = tile_f * BLOCK_N + columns
+            mask_w = offs_w < 2 * ffn
         else:
-            offs_w = columns // BLOCK_F * ffn + tl.minimum(tile_f * BLOCK_F + columns % BLOCK_F, ffn - 1)
+            inside = tile_f * BLOCK_F + columns % BLOCK_F
+            offs_w = columns // BLOCK_F * ffn + inside
+            mask_w = inside < ffn
         both = expert_product(
-            left, weight, tile_r, tile_f, expert, offs_w,
+            left, weight, tile_r, tile_f, expert, offs_w, mask_w,
             # No expert, no products: the accumulator stays 0. Descriptors read zeros there.
             depth if DESCRIPTORS else tl.where(expert < num_experts, depth, 0), left_stride, stride_e, stride,
             K_CONTIGUOUS, not INTERLEAVED, EVEN_K, DESCRIPTORS, BLOCK_R, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if HAS_BIAS:
-            mask_b = offs_w < tl.where(expert < num_experts, 2 * ffn, 0)
+            mask_b = mask_w & (offs_w < tl.where(expert < num_experts, 2 * ffn, 0))
             bias = tl.load(bias_ptr + expert.to(tl.int64) * (2 * ffn) + offs_w, mask=mask_b, other=0.0)
             both += bias.to(tl.float32)[None, :]
         if INTERLEAVED:

@@ -19,6 +19,7 @@ def expert_product(
     tile_n,
     expert,
     offs_w,
+    mask_w,
     depth,
     left_stride,
     stride_e,
@@ -34,9 +35,9 @@ def expert_product(
     """Σ_k left[r, k] · weight[expert, offs_w, k] in fp32, for the padded rows of tile tile_r.
 
     left, weight: tensor descriptors (DESCRIPTORS), which read 0 past any end, or pointers. A descriptor finds the
-    columns by tile_n: BLOCK_N side by side, or (HALVES) half of them in each half of the weight. By pointer, offs_w
-    (BLOCK_N,) must lie inside the weight; row, expert and weight offsets are int64; EVEN_K (the depth is a multiple of
-    BLOCK_K) does without a mask.
+    columns by tile_n: BLOCK_N side by side, or (HALVES) half of them in each half of the weight. By pointer they are
+    offs_w (BLOCK_N,), of which mask_w are inside; row, expert and weight offsets are int64; EVEN_K (the depth is a
+    multiple of BLOCK_K) does without a mask along it.
     """
     acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     if DESCRIPTORS:
@@ -55,19 +56,25 @@ def expert_product(
         left_ptrs = left + offs_r[:, None] * left_stride + offs_k[None, :]
         corner = weight + expert.to(tl.int64) * stride_e
         if K_CONTIGUOUS:
-            weight_ptrs = corner + offs_w.to(tl.int64)[None, :] * stride + offs_k[:, None]
+            # Another word instead of a mask, which every step would have to carry.
+            rows_w = tl.where(mask_w, offs_w, 0).to(tl.int64)
+            weight_ptrs = corner + rows_w[None, :] * stride + offs_k[:, None]
             step = BLOCK_K
         else:
+            # A mask, because only columns that are seen to lie side by side are read 16 bytes at a time.
             weight_ptrs = corner + offs_k.to(tl.int64)[:, None] * stride + offs_w[None, :]
             step = tl.cast(stride, tl.int64) * BLOCK_K
         for begin in range(0, depth, BLOCK_K):
-            if EVEN_K:
-                a = tl.load(left_ptrs)
+            mask_k = offs_k < depth - begin
+            a = tl.load(left_ptrs) if EVEN_K else tl.load(left_ptrs, mask=mask_k[None, :], other=0.0)
+            if K_CONTIGUOUS and EVEN_K:
                 b = tl.load(weight_ptrs)
-            else:
-                mask_k = offs_k < depth - begin
-                a = tl.load(left_ptrs, mask=mask_k[None, :], other=0.0)
+            elif K_CONTIGUOUS:
                 b = tl.load(weight_ptrs, mask=mask_k[:, None], other=0.0)
+            elif EVEN_K:
+                b = tl.load(weight_ptrs, mask=mask_w[None, :], other=0.0)
+            else:
+                b = tl.load(weight_ptrs, mask=mask_k[:, None] & mask_w[None, :], other=0.0)
             acc = dot(a, b, acc)
             left_ptrs += BLOCK_K
             weight_ptrs += step

@@ -55,16 +55,16 @@ def rows_fwd_kernel(
         tile_r, tile_n = grouped_order(tile, num_r, num_n, GROUP_R)
         expert = tl.load(table_ptr + tile_r)
         offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        offs_w = tl.minimum(offs_n, width - 1)
+        mask_n = offs_n < width
         acc = expert_product(
-            left, weight, tile_r, tile_n, expert, offs_w,
+            left, weight, tile_r, tile_n, expert, offs_n, mask_n,
             # No expert, no products: the accumulator stays 0. Descriptors read zeros there.
             depth if DESCRIPTORS else tl.where(expert < num_experts, depth, 0), left_stride, stride_e, stride,
             K_CONTIGUOUS, False, EVEN_K, DESCRIPTORS, BLOCK_R, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if HAS_BIAS:
-            mask_b = offs_w < tl.where(expert < num_experts, width, 0)
-            bias = tl.load(bias_ptr + expert.to(tl.int64) * width + offs_w, mask=mask_b, other=0.0)
+            mask_b = offs_n < tl.where(expert < num_experts, width, 0)
+            bias = tl.load(bias_ptr + expert.to(tl.int64) * width + offs_n, mask=mask_b, other=0.0)
             acc += bias.to(tl.float32)[None, :]
         start = tl.load(table_ptr + num_tiles + tile_r)
         offs_r = tl.arange(0, BLOCK_R)
@@ -79,7 +79,7 @@ def rows_fwd_kernel(
             # The tile's first row in int64; inside it 32 bits do, and leave registers to the accumulators.
             first = tile_r * BLOCK_R if PADDED else start
             out_ptrs = out + first.to(tl.int64) * out_stride + offs_r[:, None] * out_stride + offs_n[None, :]
-            mask = (offs_n < width)[None, :] if PADDED else mask_r[:, None] & (offs_n < width)[None, :]
+            mask = mask_n[None, :] if PADDED else mask_r[:, None] & mask_n[None, :]
             tl.store(out_ptrs, round_to(acc, out.dtype.element_ty), mask=mask)
 
 

@@ -54,13 +54,15 @@ def weight_bwd_kernel(
             a = left.load([start + begin, tile_m * BLOCK_M]).T
             acc = dot(a, right.load([start + begin, tile_n * BLOCK_N]), acc)
     else:
-        left_ptrs = left + tl.minimum(offs_m, height - 1)[:, None]
-        right_ptrs = right + tl.minimum(offs_n, width - 1)[None, :]
+        left_ptrs = left + offs_m[:, None]
+        right_ptrs = right + offs_n[None, :]
+        mask_m = (offs_m < height)[:, None]
+        mask_n = (offs_n < width)[None, :]
         offs_r = start.to(tl.int64) + tl.arange(0, BLOCK_R)
         for begin in range(0, count, BLOCK_R):
             mask_r = begin + tl.arange(0, BLOCK_R) < count
-            a = tl.load(left_ptrs + offs_r[None, :] * left_stride, mask=mask_r[None, :], other=0.0)
-            b = tl.load(right_ptrs + offs_r[:, None] * right_stride, mask=mask_r[:, None], other=0.0)
+            a = tl.load(left_ptrs + offs_r[None, :] * left_stride, mask=mask_m & mask_r[None, :], other=0.0)
+            b = tl.load(right_ptrs + offs_r[:, None] * right_stride, mask=mask_r[:, None] & mask_n, other=0.0)
             acc = dot(a, b, acc)
             offs_r += BLOCK_R
     if STORES:

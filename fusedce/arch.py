@@ -1,6 +1,9 @@
 """What the kernels need to know of a machine: one frozen row per architecture, from a name or from a device."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -65,7 +68,7 @@ def amd_arch(gcn_name: str) -> Arch:
 
 
 def of_device(device: "torch.device | str") -> Arch:
-    """The row for a torch device, with the number of units that it has. A CPU gets "generic".
+    """The row for a torch device, with the number of units that kernels may fill. A CPU gets "generic".
 
     ROCm answers get_device_capability() with (9, 4) on MI300X, which reads as Hopper: the vendor is asked first.
     """
@@ -73,8 +76,31 @@ def of_device(device: "torch.device | str") -> Arch:
 
     device = torch.device(device)
     if device.type != "cuda":
-        return ARCHS["generic"]
-    return _of_gpu(torch.cuda.current_device() if device.index is None else device.index)
+        return _without(ARCHS["generic"], _kept_free.get())
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _without(_of_gpu(index), _kept_free.get())
+
+
+_kept_free: ContextVar[int] = ContextVar("units kept free", default=0)
+
+
+@contextlib.contextmanager
+def keep_units_free(count: int) -> Iterator[None]:
+    """Inside, and in this thread, kernels whose programs go from tile to tile fill `count` units less than there are.
+
+    For what is to run beside them: the blocks of a collective would else wait until a program ends, and the last
+    programs of the next kernel until the collective does.
+    """
+    token = _kept_free.set(count)
+    try:
+        yield
+    finally:
+        _kept_free.reset(token)
+
+
+@functools.cache
+def _without(row: Arch, count: int) -> Arch:
+    return replace(row, num_units=max(row.num_units - count, 1)) if count else row
 
 
 @functools.cache

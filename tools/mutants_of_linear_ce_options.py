@@ -84,8 +84,8 @@ MUTANTS = (
          tests=T_OF.format("certain_words_keep_their_digits", "")),
     # ── several heads ───────────────────────────────────────────────────────────────────────────────────────────────
     dict(name="heads-one-mean", file=LOSS, breaks="heads with fewer tokens count less",
-         old="total = of_target.reshape(num_heads, -1).sum(1, dtype=torch.float64)",
-         new="total = (of_target.sum(dtype=torch.float64) / num_heads).expand(num_heads)",
+         old="total = weights.reshape(num_heads, -1).sum(1, dtype=torch.float64)",
+         new="total = (weights.sum(dtype=torch.float64) / num_heads).expand(num_heads)",
          tests=HEADS.format("loss_heads_and_gradients", "-shift=True")),
     dict(name="heads-weighted-in-the-report", file=LOSS, breaks="a head of factor 0 is told to have loss 0",
          old="rows = own.rows(logprob, lse)", new="rows = own.times(factors).rows(logprob, lse)",

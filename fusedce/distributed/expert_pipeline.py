@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce import checks, flags
+from fusedce import arch, checks, flags
 from fusedce.distributed.collectives import Transfer, local_part, start_all_gather, start_all_to_all
 from fusedce.distributed.dispatchers import DISPATCHERS
+from fusedce.distributed.expert_group import MOST_BLOCKS
 from fusedce.distributed.expert_plan import ExpertChunk, ExpertPlan
 from fusedce.distributed.local_experts import LocalWeights
 from fusedce.functional.autocast import autocast
@@ -230,16 +231,20 @@ def _pipeline(
     out = tokens.new_empty(tokens.shape)
     coming = _send(tokens, plan, 0, received, backend)
     leaving: Transfer | None = None
+    # Beside a chunk's experts the next one's rows arrive and the last one's leave.
+    busy = MOST_BLOCKS if plan.num_chunks > 1 else 0
     for at in range(plan.num_chunks):
         following = _send(tokens, plan, at + 1, received, backend) if at + 1 < plan.num_chunks else None
-        results = compute(at, coming.wait())
+        with arch.keep_units_free(busy):
+            results = compute(at, coming.wait())
         back = _give_back(results, plan.chunks[at], plan.group)
         if leaving is not None:
             _collect(out, leaving, plan.chunks[at - 1], backend)
         leaving = back
         if following is not None:
             coming = following
-    meanwhile()
+    with arch.keep_units_free(busy):
+        meanwhile()
     assert leaving is not None
     _collect(out, leaving, plan.chunks[-1], backend)
     return out

@@ -109,7 +109,8 @@ def _weights_of(
         of_target = row_weight * class_weight[head.target.clamp(0, head.weight.shape[0] - 1)]
     if reduction == "mean":
         inverse = _inverse_totals(of_target, num_heads)
-        row_weight, of_target = (row_weight * inverse if label_smoothing or z_loss else row_weight), of_target * inverse
+        of_target = of_target * inverse
+        row_weight = row_weight * inverse if label_smoothing or z_loss else row_weight
     square = row_weight * z_loss if z_loss else None
     if not label_smoothing:
         return _Weights(of_target, None, square, None)

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedce
+from fusedce import arch
 from fusedce.distributed import expert_parallel_moe, expert_pipeline, expert_plan
 from fusedce.distributed.dispatchers import DISPATCHERS
+from fusedce.distributed.expert_group import MOST_BLOCKS
 from fusedce.distributed.local_experts import LocalWeights
 from tests.distributed.expert_cases import EVEN, FIRST_HAS_ALL, NAMES, ONE_HAS_NONE, UNEVEN, Problem
 from tests.distributed.processes import run
@@ -51,6 +53,7 @@ def check_ranks(device: str) -> None:
                 assert torch.equal(o, a), f"{problem} {dispatcher} {name} differs when repeated"
     check_no_grad(device)
     check_options(device)
+    check_units(device)
     check_delays(device)
 
 
@@ -93,6 +96,29 @@ def check_no_grad(device: str) -> None:
         kept = expert_parallel_moe(hidden.clone().requires_grad_(), gate_up, down, weights, plan)
         assert torch.equal(out, kept) and not out.requires_grad
         assert expert_pipeline.Received.of(hidden, plan, keep=False).buffer.shape[0] == 2
+
+
+def check_units(device: str) -> None:
+    """Chunks' experts leave units to the transfers that run beside them; a layer in one piece has none beside it."""
+    problem, usual = Problem(Case(23, 6, 5, 4, 2), EVEN), arch.of_device(device).num_units
+    seen: list[int] = []
+
+    def watched(original: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object) -> object:
+            seen.append(arch.of_device(device).num_units)
+            return original(*args)
+
+        return run
+
+    for num_chunks, free in ((1, 0), (3, MOST_BLOCKS)):
+        seen.clear()
+        with contextlib.ExitStack() as stack:
+            for name in ("forward", "backward"):
+                patched = watched(getattr(LocalWeights, name))
+                stack.enter_context(unittest.mock.patch.object(LocalWeights, name, patched))
+            problem.ours("deduplicated", num_chunks, device)
+        assert len(seen) > num_chunks and set(seen) == {usual - free}
+        assert arch.of_device(device).num_units == usual
 
 
 def check_delays(device: str) -> None:

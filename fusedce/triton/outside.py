@@ -56,7 +56,7 @@ def signature(dtype: str) -> dict[str, str]:
 
 def constexprs(tile: GemmTile | None = None, has_ignore: bool = True) -> dict[str, int]:
     """The kernel's sizes and switches; a row kernel has no tile."""
-    return {"HAS_IGNORE": has_ignore, "BLOCK_N": 4096}
+    return {"HAS_IGNORE": has_ignore, "BLOCK_N": 2048}
 
 
 def first_outside(values: Tensor, size: int, ignore: int | None, seen: Tensor) -> None:

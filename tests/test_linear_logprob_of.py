@@ -9,9 +9,12 @@ from torch import Tensor
 from torch.library import opcheck
 
 import fusedce
+from fusedce import hip
 from tests.conftest import Place
 from tests.linear_ce_cases import IGNORE, Case, in_fp64, with_gradients
 from tests.paired import assert_bites, assert_close
+
+NATIVE = True
 
 F64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
@@ -310,7 +313,7 @@ BAD = {
     "check": (ValueError, "check", dict(check="never")),
     "vocab_size": (ValueError, "'vocab_size' is 0", dict(vocab_size=0)),
     "other device": (ValueError, "on meta", dict(weight=W.to("meta"))),
-    "no native kernel": (RuntimeError, "there is no native kernel for linear_logprob_of", dict(backend="native")),
+    "CPU tensors for a GPU": (RuntimeError, "the native kernels need a GPU", dict(backend="native")),
 }  # fmt: skip
 
 
@@ -329,7 +332,7 @@ def test_a_direct_call_of_the_op_reads_nothing_out_of_bounds(change: dict[str, o
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("backend", ["eager", "triton", *(["native"] if hip.unavailable() is None else [])])
 def test_a_bad_id_on_a_gpu_is_reported_without_a_sync(backend: str) -> None:
     ids = IDS.cuda()
     ids[4, 1] = 9

@@ -61,7 +61,7 @@ def linear_logprob(
             which changes no gradient; n rows that have one cost 3·2·n·D·V FLOP. δ above 0 (2⁻¹⁰ is a good one): also
             words that hold little probability, together at most δ·Σ|g|·2·(1 − p_target) of the gradient in the logits,
             g being the gradient of the log-prob; where that would save nothing, nothing is left out
-            (docs/linear_ce.md has the bound on each gradient, and its proof).
+            (docs/linear_ce.md has the bound on each gradient, and its proof). Not with the native backend.
         certificate: a (4,) fp32 tensor that requires grad, on hidden's device, or None; its value is not read. Each
             backward adds to its .grad, without a sync: the gradient left out, at most; Σ|g|·2·(1 − p_target), which it
             is a share of; 1 if any was left out, 0 if that was refused; and 1.
@@ -94,6 +94,11 @@ def linear_logprob(
     _check_budget(op, gradient_budget, certificate, hidden.device)
     if main_grad is not None and gradient_budget is not None:
         raise ValueError(f"fusedce.{op}: arguments 'main_grad' and 'gradient_budget' do not go together")
+    if backend == "native" and gradient_budget is not None:
+        raise ValueError(
+            f"fusedce.{op}: arguments 'gradient_budget' and 'backend' = 'native' do not go together: a vendor's "
+            "GEMM ends where the host says, and which rows count is known on the GPU alone"
+        )
     operands = (hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias)
     rows = kept_temperature(rows, target, ignore_index)
     options: dict[str, Any] = {

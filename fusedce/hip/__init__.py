@@ -9,13 +9,19 @@ from fusedce.hip.linear_ce import (
     linear_fused,
     linear_logprob,
     linear_logprob_backward,
+    linear_parts,
 )
+from fusedce.hip.words import linear_argmax, linear_logprob_of, linear_logprob_of_backward
 
 __all__ = [
     "build_info",
+    "linear_argmax",
     "linear_ce_sum_backward",
     "linear_fused",
     "linear_logprob",
     "linear_logprob_backward",
+    "linear_logprob_of",
+    "linear_logprob_of_backward",
+    "linear_parts",
     "unavailable",
 ]

@@ -218,7 +218,7 @@ def linear_cross_entropy(
     scalar, rows = row_temperature(op, temperature, target)
     shape = target.shape
     if shift:
-        target, token_weight = _shifted(op, target, token_weight, ignore_index)
+        target, token_weight = shifted(op, target, token_weight, ignore_index)
     loss = torch.ops.fusedce.linear_ce(
         input.reshape(-1, input.shape[-1]),
         linear_weight,
@@ -241,7 +241,7 @@ def linear_cross_entropy(
     return loss.reshape(shape) if reduction == "none" else loss
 
 
-def _shifted(op: str, target: Tensor, token_weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
+def shifted(op: str, target: Tensor, token_weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
     """Each position's target is the next one's. The hidden states stay where they are, so that nothing is copied."""
     if target.dim() < 2:
         raise ValueError(checks.wrong(op, "target", target, "(B, S) with shift=True"))

@@ -62,6 +62,7 @@ def linear_logprob_of(
 
 def linear_logprob_of_backward(
     d_logprob: Tensor,
+    d_lse: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -77,8 +78,9 @@ def linear_logprob_of_backward(
     Memory: as `linear_logprob_backward`, and 24·N·K bytes. Bitwise repeatable.
     """
     ids, logprob = ids.contiguous(), logprob.contiguous()
-    upstream = Selection(ids, options, weight.shape[0]).upstream(d_logprob.float())
-    on_probs = -upstream.sum(1)
+    words = Selection(ids, options, weight.shape[0])
+    upstream = words.upstream(d_logprob.float())
+    on_probs = words.on_probs(upstream, d_lse)
     scale = chunked.batch_scale(on_probs, upstream.abs().amax(1))
     upstream, on_probs, complement = upstream / scale, on_probs / scale, -torch.expm1(logprob)
     # Every word is written as one that is not selected; then those that are, once more.

@@ -36,6 +36,7 @@ def check(with_bias: bool, temperature: float | None, softcap: float) -> None:
     ids[::3, 4], ids[1::7, 2], ids[::5] = ids[::3, 0], IGNORE, IGNORE
     target = torch.where(torch.arange(num_rows) % 2 == 0, ids[:, 0], vocab)
     target[::5] = IGNORE
+    d_lse = torch.randn(num_rows)
     rates, mask = torch.randn(num_rows, 2 * slots)[:, ::2], [True, True, with_bias]
 
     def results(backend, dtype: torch.dtype) -> list[Tensor]:  # type: ignore[no-untyped-def]
@@ -43,7 +44,9 @@ def check(with_bias: bool, temperature: float | None, softcap: float) -> None:
         row_temperature = None if temperature else torch.linspace(0.5, 2.0, num_rows, dtype=dtype)
         options = LogitOptions(IGNORE, temperature or 1.0, softcap, row_temperature)
         saved = backend.linear_logprob_of(h, w, ids, b, options)
-        grads = backend.linear_logprob_of_backward(rates.to(dtype), h, w, ids, b, *saved, options, mask)
+        grads = backend.linear_logprob_of_backward(
+            rates.to(dtype), d_lse.to(dtype), h, w, ids, b, *saved, options, mask
+        )
         parts = backend.linear_parts(h, w, target, b, options, True)
         kept = target != IGNORE
         assert not backend.linear_parts(h, w, target, b, options, False)[kept, 2].any(), "no entropy, no gaps"

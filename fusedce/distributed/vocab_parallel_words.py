@@ -196,7 +196,8 @@ def _own(
 
 def _merged(maxima: Tensor, log_sums: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
     """The normalizer (N,2) of the whole vocabulary from the ranks' (P,N) each; and (P,N), the log of the probability
-    that each rank's words have together, which keeps its digits where it is near 1."""
+    that each rank's words have together. A certain word is its rank's maximum, so `most` is small there, and both keep
+    their digits."""
     largest = maxima.amax(0)
     largest = torch.where(largest == -torch.inf, 0.0, largest)
     shares = torch.where(maxima == -torch.inf, -torch.inf, (maxima - largest) * slope + log_sums)
@@ -204,4 +205,4 @@ def _merged(maxima: Tensor, log_sums: Tensor, slope: Tensor) -> tuple[Tensor, Te
     is_most = torch.arange(len(shares), device=shares.device)[:, None] == rank
     others = torch.where(is_most, 0.0, (shares - most).exp()).sum(0)
     log_sum = most + others.log1p()
-    return torch.stack((largest, log_sum), 1), torch.where(is_most, -others.log1p(), shares - log_sum)
+    return torch.stack((largest, log_sum), 1), shares - log_sum

@@ -148,8 +148,9 @@ class _LogprobOf(torch.autograd.Function):
         values = torch.where(gathered[..., 2:] == torch.inf, torch.inf, gathered[..., 2:] + offsets[..., None]).amin(0)
         values = torch.where(head.outside(ids, options.ignore_index), torch.nan, values)
         values = torch.where(ignored, 0.0, values)
-        kept = ~ignored.all(1, keepdim=True)
-        normalizer = torch.where(kept, merged, torch.tensor([torch.inf, 0.0], device=ids.device, dtype=merged.dtype))
+        # As every backend has it of a row that takes no part: shifted by +inf, its probabilities are 0.
+        kept = ~ignored.all(1)
+        normalizer = torch.stack((torch.where(kept, merged[:, 0], torch.inf), torch.where(kept, merged[:, 1], 0.0)), 1)
         own = torch.where(slots == IGNORED, 0.0, own + offsets[dist.get_rank(head.group)][:, None])
         ctx.save_for_backward(
             hidden, weight, slots, bias, options.row_temperature, own, target, normalizer, ids, inside

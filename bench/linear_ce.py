@@ -1,21 +1,29 @@
 """Linear cross-entropy: forward alone and forward with backward, against torch and the peers that are installed.
 
-python -m bench.linear_ce [--cases seed,llama,qwen,smoke] [--providers …] [--out FILE] [--help]
+python -m bench.linear_ce [--cases seed,llama,qwen,vocab248k,tokens,smoke] [--providers …] [--out FILE] [--help]
+
+"tokens" is a case for each of 4,096 to 262,144 tokens. bench/linear_ce_providers.py says which releases of the peers it
+is written for; one that is not installed is left out with a line.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import fusedce
 from bench.harness import Provider, arguments, chosen, environment, interleaved, peak_gib, rows_of, usable, write
+from bench.linear_ce_providers import log_probs, losses
 
+# Time against tokens: of one head, from a short batch to the longest.
+TOKENS = {f"tokens_{thousands}k": (thousands * 1024, 2048, 151936) for thousands in (4, 8, 16, 32, 64, 128, 256)}
 CASES = {
     "seed": (65536, 2048, 124160),
     "llama": (8192, 4096, 128256),
     "qwen": (16384, 2048, 151936),
+    "vocab248k": (32768, 2048, 248320),
     "smoke": (96, 64, 512),
+    **TOKENS,
 }
+GROUPS = {"tokens": ",".join(TOKENS)}
 CHUNK = 8192  # rows of the bare GEMMs, the floor
 
 
@@ -27,47 +35,6 @@ def inputs(case: str, device: str) -> tuple[Tensor, Tensor, Tensor]:
     hidden = torch.randn(rows, depth, device=device, dtype=dtype, generator=generator)
     weight = torch.randn(vocab, depth, device=device, dtype=dtype, generator=generator) * depth**-0.5
     return hidden, weight, torch.randint(0, vocab, (rows,), device=device, generator=generator)
-
-
-def losses(device: str) -> dict:  # type: ignore[type-arg]
-    """Provider name -> loss(hidden, weight, target)."""
-
-    def eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(hidden, weight), target)
-
-    found = {"torch-eager": eager}
-    if device == "cuda":
-        found["torch-compile"] = torch.compile(eager)
-    for backend in ("triton", "native", "eager"):
-        choices = fusedce.explain("linear_logprob", device)
-        if f"{backend}: could run" in choices or f": {backend} (" in choices:
-            if backend == "eager" and device == "cuda":
-                continue  # fp32 GEMMs, hours at these sizes
-            found[f"fusedce-{backend}"] = lambda h, w, t, b=backend: fusedce.linear_cross_entropy(h, w, t, backend=b)
-    try:
-        from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
-
-        liger, liger32 = LigerFusedLinearCrossEntropyLoss(), LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32)
-        found["liger"] = lambda h, w, t: liger(w, h, t)
-        found["liger-fp32"] = lambda h, w, t: liger32(w, h, t)
-    except ImportError:
-        print("  liger-kernel is not installed: no row for it")
-    return found
-
-
-def log_probs(device: str) -> dict:  # type: ignore[type-arg]
-    """Provider name -> log-prob of each token."""
-
-    def eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return -F.cross_entropy(F.linear(hidden, weight), target, reduction="none")
-
-    found = {"torch-eager": eager}
-    if device == "cuda":
-        found["torch-compile"] = torch.compile(eager)
-    for name in losses(device):
-        if backend := name.partition("fusedce-")[2]:
-            found[name] = lambda h, w, t, b=backend: fusedce.linear_logprob(h, w, t, with_entropy=False, backend=b)[0]
-    return found
 
 
 def floors(hidden: Tensor, weight: Tensor) -> dict[str, Provider]:
@@ -150,7 +117,7 @@ def offered(device: str) -> tuple[list[str], list[str]]:
 def main() -> None:
     options = arguments(__doc__)
     cases = options.cases or ("seed,llama,qwen" if options.device == "cuda" else "smoke")
-    for case in cases.split(","):
+    for case in ",".join(GROUPS.get(name, name) for name in cases.split(",")).split(","):
         print(case, flush=True)
         rows = bench(case, options.device, options.rounds, options.commit, options.providers)
         if options.out:

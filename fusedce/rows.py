@@ -152,3 +152,8 @@ class Selection(NamedTuple):
         """(N,K): the upstream gradient over the temperature; 0 where a slot takes no part, NaN where its id is bad."""
         numbers = torch.where(self.inside(), d_logprob * self.slopes(d_logprob), torch.nan)
         return torch.where(self.ids == self.options.ignore_index, 0.0, numbers)
+
+    def on_probs(self, upstream: Tensor, d_lse: Tensor | None) -> Tensor:
+        """(N,): what multiplies every word's probability: d_lse over the temperature, less all `upstream` of a row."""
+        total = -upstream.sum(1)
+        return total if d_lse is None else total + d_lse.to(total.dtype) * self.slopes(total)[:, 0]

@@ -89,10 +89,18 @@ def _loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, o
     return [fusedce.linear_cross_entropy(hidden, weight, target, linear_bias=bias, z_loss=1e-3, **options)]
 
 
+def _words(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: dict) -> list[Tensor]:
+    """Three slots, of which two are of one word; and the greedy word."""
+    greedy = fusedce.linear_argmax(hidden, weight, bias=bias, target=target, backend=options["backend"])
+    ids = torch.stack((target, greedy.where(target != -100, target), target), 1)
+    return [fusedce.linear_logprob_of(hidden, weight, ids, bias=bias, **options)]
+
+
 CALLS: dict[str, Callable[..., list[Tensor]]] = {
     "logprob": partial(_log_probs, with_entropy=False),
     "entropy": partial(_log_probs, with_entropy=True),
     "loss": _loss,
+    "words": _words,
 }
 
 

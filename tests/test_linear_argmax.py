@@ -11,6 +11,8 @@ import fusedce
 from tests.conftest import Place
 from tests.linear_ce_cases import IGNORE, Case
 
+NATIVE = True
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [(1, 1, 1), (3, 2, 1), (7, 127, 17), (65, 64, 32), (130, 513, 33), (64, 2050, 40)]
 
@@ -143,7 +145,7 @@ BAD = {
     "other device": (ValueError, "on meta", dict(weight=W.to("meta"))),
     "ignore_index": (TypeError, "ignore_index", dict(ignore_index=True)),
     "vocab_size": (ValueError, "'vocab_size' is 10", dict(vocab_size=10)),
-    "no native kernel": (RuntimeError, "there is no native kernel for linear_argmax", dict(backend="native")),
+    "CPU tensors for a GPU": (RuntimeError, "the native kernels need a GPU", dict(backend="native")),
 }
 
 

@@ -64,6 +64,14 @@ def test_upstream_gradients(kinds: tuple[str | None, str | None, str | None], dt
     check(Case(41, 203, 24, dtype=dtype, has_bias=True), place, kinds)
 
 
+@pytest.mark.parametrize("kind", ["random", "ones"])
+@pytest.mark.parametrize("temperature", [1.0, 1.5])
+def test_words_near_the_softcap(temperature: float, kind: str, place: Place) -> None:
+    """Where a capped logit is near ±softcap its slope 1 − tanh² has few digits: tanh must be right to its last one, on
+    both sides. Such words are targets here."""
+    check(Case(67, 304, 48, temperature=temperature, softcap=2.0), place, (kind, kind, kind))
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 def test_linear_cross_entropy_matches_torch(reduction: str, dtype: torch.dtype, place: Place) -> None:

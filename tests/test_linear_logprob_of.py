@@ -9,9 +9,12 @@ from torch import Tensor
 from torch.library import opcheck
 
 import fusedce
+from fusedce import hip
 from tests.conftest import Place
 from tests.linear_ce_cases import IGNORE, Case, in_fp64, with_gradients
 from tests.paired import assert_bites, assert_close
+
+NATIVE = True
 
 F64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
@@ -249,13 +252,42 @@ def test_opcheck_backward_and_its_mask(mask: list[bool], place: Place) -> None:
     hidden, weight, ids, bias = draw(Case(9, 33, 8, has_bias=True), 3, place.device)
     saved = torch.ops.fusedce.linear_logprob_of(hidden, weight, ids, bias, backend=place.backend)
     rates = torch.randn(9, 3, device=place.device)
-    arguments = (rates, hidden, weight, ids, bias, None, *saved, IGNORE, 1.0, 0.0)
+    d_lse = torch.randn(9, device=place.device)
+    arguments = (rates, d_lse, hidden, weight, ids, bias, None, *saved, IGNORE, 1.0, 0.0)
     opcheck(torch.ops.fusedce.linear_logprob_of_backward.default, (*arguments, mask, place.backend))
     whole = torch.ops.fusedce.linear_logprob_of_backward(*arguments, [True] * 3, place.backend)
     for part, all_of_it, wanted in zip(
         torch.ops.fusedce.linear_logprob_of_backward(*arguments, mask, place.backend), whole, mask, strict=True
     ):
         assert torch.equal(part, all_of_it) if wanted else part.numel() == 0
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_backward_with_a_gradient_of_the_log_sum_exp(softcap: float, place: Place) -> None:
+    """What a shard of the vocabulary adds for the words of the others, over each row's own temperature."""
+    case = Case(24, 301, 48, has_bias=True, softcap=softcap or None)
+    hidden, weight, ids, bias = draw(case, 5, place.device)
+    temperature = torch.linspace(0.5, 2.0, 24, device=place.device)
+    rates, d_lse = torch.randn(24, 5, device=place.device), torch.randn(24, device=place.device)
+    options = {"ignore_index": IGNORE, "softcap": softcap, "backend": place.backend}
+    saved = torch.ops.fusedce.linear_logprob_of(hidden, weight, ids, bias, temperature, **options)
+    found = torch.ops.fusedce.linear_logprob_of_backward(
+        rates, d_lse, hidden, weight, ids, bias, temperature, *saved, IGNORE, 1.0, softcap, [True] * 3, place.backend
+    )
+
+    def reference(dtype: torch.dtype, device: str) -> list[Tensor]:
+        leaves = [t.to(device, dtype).requires_grad_() for t in (hidden, weight, bias)]
+        logits = F.linear(*leaves)
+        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        logits, words = logits / temperature.to(logits)[:, None], ids.to(device)
+        kept, rows = (words != IGNORE).any(1), torch.where(words == IGNORE, 0.0, rates.to(device, dtype))
+        values = logits.log_softmax(1).gather(1, words.clamp(min=0))
+        of_lse = torch.where(kept, d_lse.to(device, dtype), 0.0) @ logits.logsumexp(1)
+        return list(torch.autograd.grad((rows * values).sum() + of_lse, leaves))
+
+    gold, twin = reference(F64, "cpu"), reference(FP32, place.device)
+    for name, f, g, t in zip(("d_hidden", "d_weight", "d_bias"), found, gold, twin, strict=True):
+        assert_close(f, g, t, name)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -310,7 +342,7 @@ BAD = {
     "check": (ValueError, "check", dict(check="never")),
     "vocab_size": (ValueError, "'vocab_size' is 0", dict(vocab_size=0)),
     "other device": (ValueError, "on meta", dict(weight=W.to("meta"))),
-    "no native kernel": (RuntimeError, "there is no native kernel for linear_logprob_of", dict(backend="native")),
+    "CPU tensors for a GPU": (RuntimeError, "the native kernels need a GPU", dict(backend="native")),
 }  # fmt: skip
 
 
@@ -329,7 +361,7 @@ def test_a_direct_call_of_the_op_reads_nothing_out_of_bounds(change: dict[str, o
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("backend", ["eager", "triton", *(["native"] if hip.unavailable() is None else [])])
 def test_a_bad_id_on_a_gpu_is_reported_without_a_sync(backend: str) -> None:
     ids = IDS.cuda()
     ids[4, 1] = 9

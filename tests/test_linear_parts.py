@@ -12,6 +12,8 @@ from fusedce.rows import merge_parts
 from tests.conftest import Place
 from tests.linear_ce_cases import IGNORE, Case
 
+NATIVE = True
+
 ELSEWHERE = -1
 
 

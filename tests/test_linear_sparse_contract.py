@@ -80,6 +80,8 @@ BAD = {
     "a whole one": (TypeError, "certificate", dict(gradient_budget=0, certificate=torch.zeros(4, dtype=torch.int64))),
     "one elsewhere": (ValueError, "'certificate' is on meta",
                       dict(gradient_budget=0, certificate=torch.zeros(4, device="meta"))),
+    "one for native": (ValueError, "'gradient_budget' and 'backend' = 'native'",
+                       dict(gradient_budget=0, backend="native")),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ Left out: 32-bit offsets, which only more than 2³¹ elements on a GPU can show 
 """
 
 EAGER, ROWS, CHUNKED = "fusedce/eager/linear_ce.py", "fusedce/rows.py", "fusedce/chunked.py"
+WEIGHTS = "fusedce/ops/row_weights.py"
 OPS, LOSS_OPS, FUNCTIONAL = "fusedce/ops/linear_ce.py", "fusedce/ops/loss.py", "fusedce/functional/linear_ce.py"
 OPERANDS, POLICY = "fusedce/functional/operands.py", "fusedce/functional/policy_loss.py"
 TRITON = "fusedce/triton/linear_ce/"
@@ -108,21 +109,21 @@ MUTANTS = (
     dict(name="ops-no-uniform-part", file=LOSS_OPS, breaks="label smoothing without the mean over the words",
          old="loss = loss - (uniform if", new="loss = loss - 0.0 * (uniform if",
          tests=LOSS.format(OPTIONS, "-label_smoothing=0.2")),
-    dict(name="ops-mean-over-all-rows", file=LOSS_OPS, breaks="ignored rows count in the mean",
+    dict(name="ops-mean-over-all-rows", file=WEIGHTS, breaks="ignored rows count in the mean",
          old="total = weights.reshape(num_heads, -1).sum(1, dtype=torch.float64)",
          new="total = torch.ones_like(weights).reshape(num_heads, -1).sum(1, dtype=torch.float64)",
          tests=LOSS.format(OPTIONS, "-plain")),
-    dict(name="ops-mean-without-class-weights", file=LOSS_OPS, breaks="the mean divides by the number of rows",
+    dict(name="ops-mean-without-class-weights", file=WEIGHTS, breaks="the mean divides by the number of rows",
          old="inverse = _inverse_totals(of_target, num_heads)", new="inverse = _inverse_totals(row_weight, num_heads)",
          tests=LOSS.format(OPTIONS, "-class_weight=True")),
-    dict(name="ops-mean-of-nothing", file=LOSS_OPS, breaks="0 / 0 where all rows are ignored",
+    dict(name="ops-mean-of-nothing", file=WEIGHTS, breaks="0 / 0 where all rows are ignored",
          old="torch.where(total == 0, 0.0, total.reciprocal())", new="total.reciprocal()",
          tests=BASE.format("no_rows_and_no_row_that_counts", "-1")),
     dict(name="ops-first-chunk-s-weights", file=OPS, breaks="every chunk takes the first one's weights",
          old="return Upstream(d_logprob[rows], None, d_lse)",
          new="return Upstream(d_logprob[: stop - start], None, d_lse)",
          tests=FUZZ.format("all_options_over_several_chunks", CHUNKS)),
-    dict(name="ops-ignored-token-weight", file=LOSS_OPS, breaks="0 · NaN of an ignored row's weight",
+    dict(name="ops-ignored-token-weight", file=WEIGHTS, breaks="0 · NaN of an ignored row's weight",
          old="torch.where(kept, token_weight.detach().to(row_weight.dtype), 0.0)",
          new="row_weight * token_weight.detach().to(row_weight.dtype)", tests=FUZZ.format("cross_entropy", "")),
     dict(name="ops-ignored-mean-logit", file=LOSS_OPS, breaks="label smoothing feels what ignored rows hold",

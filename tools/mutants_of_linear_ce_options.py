@@ -2,6 +2,7 @@
 tools/mutants.py: plain data."""
 
 TRITON, EAGER, ROWS = "fusedce/triton/linear_ce/", "fusedce/eager/", "fusedce/rows.py"
+WEIGHTS = "fusedce/ops/row_weights.py"
 CHUNKED, LOSS, INTO = "fusedce/chunked.py", "fusedce/ops/loss.py", "fusedce/ops/main_grad.py"
 DOOR = "fusedce/functional/"
 
@@ -83,7 +84,7 @@ MUTANTS = (
          old="-torch.expm1(logprob)", new="1.0 - logprob.exp()",
          tests=T_OF.format("certain_words_keep_their_digits", "")),
     # ── several heads ───────────────────────────────────────────────────────────────────────────────────────────────
-    dict(name="heads-one-mean", file=LOSS, breaks="heads with fewer tokens count less",
+    dict(name="heads-one-mean", file=WEIGHTS, breaks="heads with fewer tokens count less",
          old="total = weights.reshape(num_heads, -1).sum(1, dtype=torch.float64)",
          new="total = (weights.sum(dtype=torch.float64) / num_heads).expand(num_heads)",
          tests=HEADS.format("loss_heads_and_gradients", "-shift=True")),

@@ -4,8 +4,9 @@
 // A block owns a row and sums it in an order that its length and alignment alone decide: the bits repeat, and rows do
 // not feel one another. Row offsets are int64: rows × row_stride may pass 2³¹; columns are int.
 #include "linear_ce_rows.h"
+
+#include "logit.cuh"
 #include "online_sums.cuh"
-#include "row.cuh"
 #include "wave.cuh"
 
 namespace fusedce {
@@ -14,33 +15,6 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kUnroll = 4;
 constexpr int kMinBlocks = 2;  // a unit (SM or CU): 1,024 threads with four loads each hide the memory's latency
-
-// ── one logit ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-struct Logit {
-  float raw;
-  float slope;  // d_raw/dx
-};
-
-template <bool kSoftcap>
-__device__ inline Logit logit_of(float plain, float bias, const LogitRows& rows) {
-  const float x = plain + bias;
-  if (!kSoftcap) return {x, 1.0f};
-  const float bent = tanhf(x * (1.0f / rows.softcap));  // one division a thread, not one a logit
-  return {rows.softcap * bent, 1.0f - bent * bent};
-}
-
-/// The target's column, or −1 if the label is out of range.
-__device__ inline int column_of(std::int64_t target, int vocab) {
-  return target >= 0 && target < vocab ? static_cast<int>(target) : -1;
-}
-
-__device__ inline float bias_at(const LogitRows& rows, int column) { return rows.bias ? rows.bias[column] : 0.0f; }
-
-__device__ inline Logits4 bias4_at(const LogitRows& rows, int column) {
-  if (!rows.bias) return Logits4{};
-  return load4(rows.bias + column, is_aligned<float, kVectorWidth>(rows.bias + column));
-}
 
 // ── the log-prob ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -70,7 +44,7 @@ __device__ inline OnlineSums thread_sums(const float* __restrict__ row, const Lo
   OnlineSums sums = no_sums();
   if (thread < split.num_edges && split.edge_column(thread) != target) {
     const int column = split.edge_column(thread);
-    const float raw[1] = {logit_of<kSoftcap>(row[column], bias_at(rows, column), rows).raw};
+    const float raw[1] = {logit_of<kSoftcap>(row[column], bias_at(rows.bias, column), rows.softcap).raw};
     add_logits(sums, raw, slope);
   }
   for (int first = thread; first < split.num_vectors; first += kThreads * kUnroll) {
@@ -86,12 +60,13 @@ __device__ inline OnlineSums thread_sums(const float* __restrict__ row, const Lo
       const int v = first + i * kThreads;
       const int column = split.vector_column(v);
       const bool inside = v < split.num_vectors;
-      const Logits4 bias = inside ? bias4_at(rows, column) : Logits4{};
+      const Logits4 bias = inside ? bias4_at(rows.bias, column) : Logits4{};
 #pragma unroll
       for (int j = 0; j < kVectorWidth; ++j) {
         // −inf adds nothing
         const bool counts = inside && column + j != target;
-        raw[i * kVectorWidth + j] = counts ? logit_of<kSoftcap>(plain[i].at[j], bias.at[j], rows).raw : -INFINITY;
+        raw[i * kVectorWidth + j] =
+            counts ? logit_of<kSoftcap>(plain[i].at[j], bias.at[j], rows.softcap).raw : -INFINITY;
       }
     }
     add_logits(sums, raw, slope);
@@ -124,9 +99,30 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) logprob_rows_kernel(Logi
   const OnlineSums others = block_reduce<kThreads>(of_thread, no_sums(), MergeSums{slope});
   if (threadIdx.x == 0) {
     // Labels out of range are reported elsewhere; their rows are NaN, so that nothing plausible comes out of them.
-    const float raw = target < 0 ? NAN : logit_of<kSoftcap>(logits[target], bias_at(rows, target), rows).raw;
+    const float raw =
+        target < 0 ? NAN : logit_of<kSoftcap>(logits[target], bias_at(rows.bias, target), rows.softcap).raw;
     write_result(out, row, with_target(others, raw, slope));
   }
+}
+
+/// What a shard of the vocabulary knows of its rows: `thread_sums`' of the words but the target, and the target's
+/// logit, −inf where the row has it in another shard. Reads and ignores rows as logprob_rows_kernel; writes 16 bytes a
+/// row.
+template <bool kSoftcap>
+__global__ void __launch_bounds__(kThreads, kMinBlocks) parts_rows_kernel(LogitRows rows, float* parts) {
+  const std::int64_t row = block_index();
+  if (row >= rows.num_rows) return;
+  Logits4 part{{-INFINITY, 0.0f, 0.0f, -INFINITY}};
+  if (rows.target[row] != rows.ignore_index) {
+    const int target = column_of(rows.target[row], rows.vocab);
+    const float slope = rows.inv_temperature[row];
+    const float* logits = rows.logits + row * rows.row_stride;
+    const OnlineSums of_thread = thread_sums<kSoftcap>(logits, rows, target, slope);
+    const OnlineSums others = block_reduce<kThreads>(of_thread, no_sums(), MergeSums{slope});
+    part = {{others.max, others.exp, others.gap, -INFINITY}};
+    if (target >= 0) part.at[3] = logit_of<kSoftcap>(logits[target], bias_at(rows.bias, target), rows.softcap).raw;
+  }
+  if (threadIdx.x == 0) store4<float, true>(parts + 4 * row, part);
 }
 
 // ── the gradient ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -177,7 +173,7 @@ __device__ inline void write_vectors(const float* __restrict__ row, const LogitR
       const int v = first + i * kThreads;
       if (v >= split.num_vectors) break;
       const int column = split.vector_column(v);
-      const Logits4 bias = kRead ? bias4_at(rows, column) : Logits4{};
+      const Logits4 bias = kRead ? bias4_at(rows.bias, column) : Logits4{};
       Logits4 values;
 #pragma unroll
       for (int j = 0; j < kVectorWidth; ++j) values.at[j] = of(plain[i].at[j], bias.at[j], column + j);
@@ -194,7 +190,7 @@ __device__ inline void write_row(const float* __restrict__ row, const LogitRows&
   const int thread = static_cast<int>(threadIdx.x);
   if (thread < split.num_edges) {
     const int column = split.edge_column(thread);
-    out[column] = from_float<T>(of(kRead ? row[column] : 0.0f, kRead ? bias_at(rows, column) : 0.0f, column));
+    out[column] = from_float<T>(of(kRead ? row[column] : 0.0f, kRead ? bias_at(rows.bias, column) : 0.0f, column));
   }
   if (is_aligned<T, kVectorWidth>(out + split.head)) {
     write_vectors<T, kRead, true>(row, rows, split, out, of);
@@ -219,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   }
   const RowGradient gradient(rows, upstream, row);
   write_row<T, true>(logits, rows, out, [&](float plain, float bias, int column) {
-    return gradient.at(logit_of<kSoftcap>(plain, bias, rows), column);
+    return gradient.at(logit_of<kSoftcap>(plain, bias, rows.softcap), column);
   });
 }
 
@@ -237,6 +233,11 @@ RowTile linear_ce_row_tile() { return {kWaveSize, kThreads, kVectorWidth, kUnrol
 const char* launch_logprob_rows(const LogitRows& rows, const RowStatistics& out, void* stream) {
   auto* kernel = rows.softcap > 0.0f ? logprob_rows_kernel<true> : logprob_rows_kernel<false>;
   return launch(kernel, rows.num_rows, kThreads, stream, rows, out);
+}
+
+const char* launch_parts_rows(const LogitRows& rows, float* parts, void* stream) {
+  auto* kernel = rows.softcap > 0.0f ? parts_rows_kernel<true> : parts_rows_kernel<false>;
+  return launch(kernel, rows.num_rows, kThreads, stream, rows, parts);
 }
 
 const char* launch_d_logits_rows(const LogitRows& rows, const RowUpstream& upstream, void* d_logits, Dtype dtype,

@@ -14,7 +14,7 @@ struct RowTile {
 };
 RowTile linear_ce_row_tile();
 
-/// What both kernels are given of a chunk: fp32 logits before bias, softcap and temperature, and the rows' labels.
+/// What all kernels are given of a chunk: fp32 logits before bias, softcap and temperature, and the rows' labels.
 struct LogitRows {
   const float* logits;           // (num_rows, vocab), rows `row_stride` words apart
   const std::int64_t* target;    // (num_rows,)
@@ -49,8 +49,12 @@ struct RowUpstream {
 
 enum class Dtype { kFloat32, kBFloat16, kFloat16 };
 
-/// Both return nullptr, or what the runtime says is wrong with the launch. stream: a cudaStream_t or hipStream_t.
+/// All return nullptr, or what the runtime says is wrong with the launch. stream: a cudaStream_t or hipStream_t.
 const char* launch_logprob_rows(const LogitRows& rows, const RowStatistics& out, void* stream);
+/// parts: (num_rows, 4) fp32 from a multiple of 16 bytes on: over all words but the target the maximum m of the raw
+/// logits, Σ e^g and Σ e^g·g with g = (raw − m)·inv_temperature; and the target's raw logit, −inf where the label is no
+/// column. Ignored rows get −inf, 0, 0, −inf.
+const char* launch_parts_rows(const LogitRows& rows, float* parts, void* stream);
 /// d_logits: (num_rows, vocab) of `dtype`, rows `out_stride` elements apart.
 const char* launch_d_logits_rows(const LogitRows& rows, const RowUpstream& upstream, void* d_logits, Dtype dtype,
                                  std::int64_t out_stride, void* stream);

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "../kernels/linear_ce_hopper.h"
+#include "../kernels/linear_ce_rows.h"
 #include "../kernels/linear_ce_seeded.h"
 
 namespace fusedce {
@@ -62,6 +63,41 @@ class Arguments {
     Bf16Rows out = rows(name, matrix, num_rows, columns);
     out.data = matrix.mutable_data_ptr();
     return out;
+  }
+
+  /// A matrix on the device whose rows are dense and do not overlap.
+  void dense_rows(const char* name, const Tensor& matrix) const {
+    TORCH_CHECK(matrix.dim() == 2 && (matrix.size(1) <= 1 || matrix.stride(1) == 1) &&
+                    (matrix.size(0) <= 1 || matrix.stride(0) >= matrix.size(1)),
+                "fusedce_native.", op_, ": argument '", name, "' has shape ", matrix.sizes(), " and strides ",
+                matrix.strides(), "; expected a matrix with dense rows");
+    on_device(name, matrix);
+  }
+
+  /// d_logits, of logits' sizes: its dtype.
+  Dtype d_logits(const Tensor& d_logits, const Tensor& logits) const {
+    dense_rows("d_logits", d_logits);
+    TORCH_CHECK(d_logits.sizes() == logits.sizes(), "fusedce_native.", op_, ": argument 'd_logits' has shape ",
+                d_logits.sizes(), "; expected ", logits.sizes());
+    switch (d_logits.scalar_type()) {
+      case at::kFloat:
+        return Dtype::kFloat32;
+      case at::kBFloat16:
+        return Dtype::kBFloat16;
+      case at::kHalf:
+        return Dtype::kFloat16;
+      default:
+        TORCH_CHECK(false, "fusedce_native.", op_, ": argument 'd_logits' has dtype ", d_logits.scalar_type(),
+                    "; expected Float, BFloat16 or Half");
+    }
+  }
+
+  /// fp32 logits of 1 to kMaxVocab words.
+  void logits(const Tensor& logits) const {
+    dense_rows("logits", logits);
+    TORCH_CHECK(logits.scalar_type() == at::kFloat, "fusedce_native.", op_, ": argument 'logits' has dtype ",
+                logits.scalar_type(), "; expected Float");
+    between("vocab", static_cast<double>(logits.size(1)), 1, static_cast<double>(kMaxVocab));
   }
 
   void between(const char* name, double value, double least, double most) const {

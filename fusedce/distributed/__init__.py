@@ -7,7 +7,10 @@ from fusedce.distributed.expert_pipeline import expert_parallel_moe
 from fusedce.distributed.expert_plan import ExpertPlan, auto_chunks, expert_plan
 from fusedce.distributed.kept_plans import keep_plans
 from fusedce.distributed.moe import ExpertParallelMoE
-from fusedce.distributed.vocab_parallel import VocabShard, vocab_parallel_cross_entropy, vocab_parallel_logprob
+from fusedce.distributed.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_logprob
+from fusedce.distributed.vocab_parallel_losses import vocab_parallel_cross_entropy_heads, vocab_parallel_policy_loss
+from fusedce.distributed.vocab_parallel_words import vocab_parallel_argmax, vocab_parallel_logprob_of
+from fusedce.distributed.vocab_shard import VocabShard
 
 __all__ = [
     "ExpertParallelMoE",
@@ -20,6 +23,10 @@ __all__ = [
     "expert_plan",
     "keep_plans",
     "new_expert_group",
+    "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_cross_entropy_heads",
     "vocab_parallel_logprob",
+    "vocab_parallel_logprob_of",
+    "vocab_parallel_policy_loss",
 ]

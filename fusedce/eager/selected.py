@@ -29,6 +29,7 @@ def linear_logprob_of(
 
 def linear_logprob_of_backward(
     d_logprob: Tensor,
+    d_lse: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -39,27 +40,29 @@ def linear_logprob_of_backward(
     options: LogitOptions,
     mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """d_hidden, d_weight, d_bias: with d the upstream gradient, d_z_j = Σ_{ids = j} d − p_j · Σ d."""
+    """d_hidden, d_weight, d_bias: with d the upstream gradient, d_z_j = Σ_{ids = j} d + p_j · (d_lse − Σ d)."""
     sums = _Gradients(hidden, weight, mask, _accumulate_dtype(hidden))
     for start, stop in _chunks(weight, ids, sums.dtype):
         rows, of_rows = slice(start, stop), options.of_rows(start, stop)
         raw, slope = _raw_logits(hidden[rows], weight, bias, options, sums.dtype)
         words = Selection(ids[rows], of_rows, weight.shape[0])
         upstream = words.upstream(d_logprob[rows].to(sums.dtype))
-        d_raw = _d_raw(raw, words, upstream, logprob[rows], normalizer[rows])
+        on_probs = words.on_probs(upstream, None if d_lse is None else d_lse[rows])[:, None]
+        d_raw = _d_raw(raw, words, upstream, on_probs, logprob[rows], normalizer[rows])
         # Select, last, and do not multiply: a row that takes no part may hold NaN or inf, and so does its slope.
         kept = (target[rows] != options.ignore_index)[:, None]
         sums.add(start, stop, torch.where(kept, d_raw if slope is None else d_raw * slope, 0.0), target, options)
     return sums.result()
 
 
-def _d_raw(raw: Tensor, words: Selection, upstream: Tensor, logprob: Tensor, normalizer: Tensor) -> Tensor:
-    total = upstream.sum(1, keepdim=True)
-    d_raw = ((raw - normalizer[:, :1]) * words.slopes(raw) - normalizer[:, 1:]).exp() * -total
+def _d_raw(
+    raw: Tensor, words: Selection, upstream: Tensor, on_probs: Tensor, logprob: Tensor, normalizer: Tensor
+) -> Tensor:
+    d_raw = ((raw - normalizer[:, :1]) * words.slopes(raw) - normalizer[:, 1:]).exp() * on_probs
     # A word's own entry from its log-prob: 1 − p is exact where p is near 1. Slots of one word all hold their sum, so
     # the order in which they are written does not matter.
     same = torch.where(words.ids[:, :, None] == words.ids[:, None, :], upstream[:, None, :], 0.0).sum(2)
-    entries = logprob.exp() * (same - total) - same * torch.expm1(logprob)
+    entries = logprob.exp() * (same + on_probs) - same * torch.expm1(logprob)
     # One column more, for the slots that have none.
     column = torch.where(words.inside(), words.ids, words.vocab)
     return F.pad(d_raw, (0, 1)).scatter(1, column, entries)[:, : words.vocab]

@@ -33,7 +33,7 @@ def linear_argmax(
             `ignore_index` is not −1 itself.
         ignore_index: see `target`.
         vocab_size: how many rows of weight are words; those after them are padding and are never chosen. None: all V.
-        backend: "auto", "eager" or "triton"; there is no native kernel. `fusedce.explain()` says what "auto" takes.
+        backend: "auto", "eager", "triton" or "native"; `fusedce.explain()` says what "auto" takes and why.
 
     Returns:
         (...) int64. −1 for a token with NaN or +inf among its logits, of which softmax makes NaN; 0 where all are −inf,
@@ -43,8 +43,9 @@ def linear_argmax(
         TypeError, ValueError: a wrong kind, dtype, device, shape or value, naming the argument.
         RuntimeError: a named backend that cannot run here, with the reason.
 
-    Memory: 8·N bytes, and at most 64 MiB of partial results. Work: 2·N·D·V FLOP. Deterministic, and with Triton a
-    token's word does not depend on the other tokens.
+    Memory: 8·N bytes, and at most 64 MiB of partial results; native: a chunk of fp32 logits within
+    FUSEDCE_WORKSPACE_MB. Work: 2·N·D·V FLOP. Deterministic, and with Triton a token's word does not depend on the other
+    tokens.
     """
     op = "linear_argmax"
     hidden, weight, bias = head_weights(op, ("hidden", "weight", "bias"), hidden, weight, bias, vocab_size)

@@ -71,12 +71,12 @@ def linear_cross_entropy_heads(
     Memory and work: those of `linear_cross_entropy` over H·N tokens. Deterministic.
     """
     op = "linear_cross_entropy_heads"
-    hidden = _stacked(op, hidden)
+    hidden = stacked_heads(op, hidden)
     checks.tensor(op, "target", target, (torch.int64,))
     if shift:
         if token_weight is not None:
             check_weight(op, "token_weight", token_weight, target.shape, "target's shape", target.device)
-        target, token_weight = _shifted(op, hidden, target, token_weight, ignore_index)
+        target, token_weight = shifted_heads(op, hidden, target, token_weight, ignore_index)
     sizes, weight = weight_into(op, weight, main_grad)
     hidden, weight, bias = head_operands(op, ("hidden", "weight", "bias"), hidden, weight, target, bias, vocab_size)
     main_grad = checked_main_grad(op, main_grad, sizes, hidden, weight)
@@ -103,7 +103,7 @@ def linear_cross_entropy_heads(
         row_temperature=kept_temperature(rows, target, ignore_index),
         token_weight=None if token_weight is None else token_weight.reshape(-1),
         class_weight=class_weight,
-        head_weight=_head_weight(op, head_weight, hidden),
+        head_weight=checked_head_weight(op, head_weight, hidden),
         main_grad=main_grad,
         backend=backend,
     )
@@ -112,7 +112,7 @@ def linear_cross_entropy_heads(
     return HeadsLoss(loss, head_loss)
 
 
-def _stacked(op: str, hidden: Tensor | Sequence[Tensor]) -> Tensor:
+def stacked_heads(op: str, hidden: Tensor | Sequence[Tensor]) -> Tensor:
     if isinstance(hidden, list | tuple):
         for index, head in enumerate(hidden):
             checks.tensor(op, f"hidden[{index}]", head, checks.FLOATS)
@@ -127,7 +127,7 @@ def _stacked(op: str, hidden: Tensor | Sequence[Tensor]) -> Tensor:
     return hidden
 
 
-def _shifted(
+def shifted_heads(
     op: str, hidden: Tensor, target: Tensor, token_weight: Tensor | None, ignore_index: int
 ) -> tuple[Tensor, Tensor | None]:
     """target and token_weight (H, ..., S): those of 1 + h positions later. The hidden states stay where they are."""
@@ -142,7 +142,7 @@ def _shifted(
     return later(target, ignore_index), None if token_weight is None else later(token_weight, 0)
 
 
-def _head_weight(op: str, head_weight: Tensor | Sequence[float] | None, hidden: Tensor) -> Tensor | None:
+def checked_head_weight(op: str, head_weight: Tensor | Sequence[float] | None, hidden: Tensor) -> Tensor | None:
     if head_weight is None:
         return None
     if not isinstance(head_weight, Tensor):

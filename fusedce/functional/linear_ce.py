@@ -61,7 +61,7 @@ def linear_logprob(
             which changes no gradient; n rows that have one cost 3·2·n·D·V FLOP. δ above 0 (2⁻¹⁰ is a good one): also
             words that hold little probability, together at most δ·Σ|g|·2·(1 − p_target) of the gradient in the logits,
             g being the gradient of the log-prob; where that would save nothing, nothing is left out
-            (docs/linear_ce.md has the bound on each gradient, and its proof).
+            (docs/linear_ce.md has the bound on each gradient, and its proof). Not with the native backend.
         certificate: a (4,) fp32 tensor that requires grad, on hidden's device, or None; its value is not read. Each
             backward adds to its .grad, without a sync: the gradient left out, at most; Σ|g|·2·(1 − p_target), which it
             is a share of; 1 if any was left out, 0 if that was refused; and 1.
@@ -94,6 +94,11 @@ def linear_logprob(
     _check_budget(op, gradient_budget, certificate, hidden.device)
     if main_grad is not None and gradient_budget is not None:
         raise ValueError(f"fusedce.{op}: arguments 'main_grad' and 'gradient_budget' do not go together")
+    if backend == "native" and gradient_budget is not None:
+        raise ValueError(
+            f"fusedce.{op}: arguments 'gradient_budget' and 'backend' = 'native' do not go together: a vendor's "
+            "GEMM ends where the host says, and which rows count is known on the GPU alone"
+        )
     operands = (hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias)
     rows = kept_temperature(rows, target, ignore_index)
     options: dict[str, Any] = {
@@ -213,7 +218,7 @@ def linear_cross_entropy(
     scalar, rows = row_temperature(op, temperature, target)
     shape = target.shape
     if shift:
-        target, token_weight = _shifted(op, target, token_weight, ignore_index)
+        target, token_weight = shifted(op, target, token_weight, ignore_index)
     loss = torch.ops.fusedce.linear_ce(
         input.reshape(-1, input.shape[-1]),
         linear_weight,
@@ -236,7 +241,7 @@ def linear_cross_entropy(
     return loss.reshape(shape) if reduction == "none" else loss
 
 
-def _shifted(op: str, target: Tensor, token_weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
+def shifted(op: str, target: Tensor, token_weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
     """Each position's target is the next one's. The hidden states stay where they are, so that nothing is copied."""
     if target.dim() < 2:
         raise ValueError(checks.wrong(op, "target", target, "(B, S) with shift=True"))

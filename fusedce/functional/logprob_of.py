@@ -39,7 +39,7 @@ def linear_logprob_of(
             flattened ids, and on a GPU its slot is NaN and all of its token's gradient.
         ignore_index: the id of slots that take no part: their result is 0 and they have no gradient. A token with no
             other slot takes no part and may hold anything.
-        backend: "auto", "eager" or "triton"; there is no native kernel. `fusedce.explain()` says what "auto" takes.
+        backend: "auto", "eager", "triton" or "native"; `fusedce.explain()` says what "auto" takes and why.
 
     Returns:
         (..., K) fp32 (fp64 for fp64), differentiable in hidden, weight and bias with any upstream gradient. Double
@@ -49,8 +49,9 @@ def linear_logprob_of(
         TypeError, ValueError: a wrong kind, dtype, device, shape or value, naming the argument.
         RuntimeError: a named backend that cannot run here, with the reason.
 
-    Memory: forward at most 24·N·K + 24·N bytes and at most 64 MiB of partial sums; backward as `linear_logprob`, and
-    24·N·K bytes. Work: 2·N·D·(V + K) FLOP forward, 6·N·D·V backward. Deterministic.
+    Memory: forward at most 24·N·K + 24·N bytes and at most 64 MiB of partial sums; native: 4·N·K + 24·N bytes and a
+    chunk of fp32 logits within FUSEDCE_WORKSPACE_MB; backward as `linear_logprob`, and 24·N·K bytes. Work:
+    2·N·D·(V + K) FLOP forward, 6·N·D·V backward. Deterministic.
     """
     op = "linear_logprob_of"
     hidden, weight, bias = head_weights(op, ("hidden", "weight", "bias"), hidden, weight, bias, vocab_size)

@@ -9,15 +9,21 @@ from fusedce.hip.linear_ce import (
     linear_fused,
     linear_logprob,
     linear_logprob_backward,
+    linear_parts,
 )
+from fusedce.hip.words import linear_argmax, linear_logprob_of, linear_logprob_of_backward
 from fusedce.outside import first_outside
 
 __all__ = [
     "first_outside",
     "build_info",
+    "linear_argmax",
     "linear_ce_sum_backward",
     "linear_fused",
     "linear_logprob",
     "linear_logprob_backward",
+    "linear_logprob_of",
+    "linear_logprob_of_backward",
+    "linear_parts",
     "unavailable",
 ]

@@ -2,16 +2,17 @@
 Elsewhere a chunk's logits by one plain GEMM, in fp32, and one row kernel over them.
 
 There the logits are written and read once, 8·V bytes a row, and no value is rounded to 16 bits before the softmax.
-Kernels: csrc/kernels/linear_ce_rows.cu.
+Kernels: csrc/kernels/linear_ce_rows.cu, which `logit_rows` calls.
 """
 
 import torch
 from torch import Tensor
 
-from fusedce import arch, chunked
-from fusedce.hip import extension, hopper, seeded
+from fusedce import chunked
+from fusedce.hip import hopper, seeded
+from fusedce.hip.logit_rows import LogitRows, chunks_of, logits_of, row_width
 from fusedce.options import LogitOptions, Upstream, UpstreamOf
-from fusedce.rows import RowGradient, row_gradient, row_slopes
+from fusedce.rows import row_gradient
 
 
 def linear_logprob(
@@ -29,9 +30,9 @@ def linear_logprob(
     """
     if hopper.suits(hidden, weight):
         return hopper.logprob(hidden, weight, target, bias, options, with_entropy)
-    rows = _Rows(hidden, target, bias, options)
-    for start, stop in chunked.row_chunks(hidden.shape[0], _row_width(weight.shape[0]) * 4):
-        rows.statistics(start, stop, _logits(hidden[start:stop], weight))
+    rows = LogitRows(hidden, target, bias, options)
+    for start, stop in chunked.row_chunks(hidden.shape[0], row_width(weight.shape[0]) * 4):
+        rows.statistics(start, stop, logits_of(hidden[start:stop], weight))
     logprob, entropy, lse, normalizer = rows.results
     return logprob, entropy if with_entropy else entropy[:0], lse, normalizer
 
@@ -60,14 +61,14 @@ def linear_logprob_backward(
     gradient = row_gradient(upstream, logprob, entropy, target, options)
     scale = chunked.batch_scale(*gradient)
     gradient = gradient.over(scale)
-    of_rows = _Rows(hidden, target, bias, options)
-    chunks = _chunks(hidden, weight)
+    of_rows = LogitRows(hidden, target, bias, options)
+    chunks = chunks_of(hidden, weight)
     sums = chunked.GradientSums(hidden, weight, mask, chunks, scale)
     for start, stop in chunks:
         rows = chunked.kept_rows(hidden[start:stop], target[start:stop], options.ignore_index)
         part = gradient.of_rows(start, stop)
         d_logits = sums.d_logits(stop - start)
-        of_rows.gradient(start, stop, _logits(rows, weight), part, entropy[start:stop], normalizer, d_logits)
+        of_rows.gradient(start, stop, logits_of(rows, weight), part, entropy[start:stop], normalizer, d_logits)
         del d_logits
         sums.add(start, stop, rows)
     return sums.result(scale)
@@ -94,13 +95,13 @@ def linear_fused(
             linear_logprob, linear_logprob_backward,
             hidden, weight, target, bias, options, mask, upstream_of, with_entropy,
         )  # fmt: skip
-    of_rows = _Rows(hidden, target, bias, options)
-    chunks = _chunks(hidden, weight)
+    of_rows = LogitRows(hidden, target, bias, options)
+    chunks = chunks_of(hidden, weight)
     sums = chunked.GradientSums(hidden, weight, mask, chunks)
 
     def add(start: int, stop: int) -> None:
         rows = chunked.kept_rows(hidden[start:stop], target[start:stop], options.ignore_index)
-        logits = _logits(rows, weight)
+        logits = logits_of(rows, weight)
         of_rows.statistics(start, stop, logits)
         logprob, entropy, lse, normalizer = of_rows.results
         logprob, entropy, lse = logprob[start:stop], entropy[start:stop], lse[start:stop]
@@ -116,69 +117,29 @@ def linear_fused(
     return logprob, entropy if with_entropy else entropy[:0], lse, *sums.result(None)
 
 
+def linear_parts(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    options: LogitOptions,
+    with_entropy: bool,
+) -> Tensor:
+    """(N,4): what a shard of the vocabulary knows of each row; see `fusedce.rows.merge_parts`.
+
+    On every GPU by a plain GEMM and a row kernel. Memory and determinism: as `linear_logprob` there.
+    """
+    rows = LogitRows(hidden, target, bias, options)
+    parts = hidden.new_empty((hidden.shape[0], 4), dtype=torch.float32)
+    for start, stop in chunked.row_chunks(hidden.shape[0], row_width(weight.shape[0]) * 4):
+        rows.parts(start, stop, logits_of(hidden[start:stop], weight), parts[start:stop])
+    if not with_entropy:
+        parts[:, 2] = 0.0
+    return parts
+
+
 def linear_ce_sum_backward(
     d_loss: Tensor, d_hidden: Tensor, d_weight: Tensor, d_bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The forward's gradients times d_loss (); new tensors, so that a second backward finds them as they were."""
     return seeded.scaled(d_hidden, d_loss), seeded.scaled(d_weight, d_loss), seeded.scaled(d_bias, d_loss)
-
-
-class _Rows:
-    """The row kernels over a chunk's logits: what they are given of all rows, and the results (N,) that they fill."""
-
-    def __init__(self, hidden: Tensor, target: Tensor, bias: Tensor | None, options: LogitOptions) -> None:
-        num_rows = hidden.shape[0]
-        self.target, self.bias, self.options = target.contiguous(), hopper.fp32_bias(bias), options
-        self.slopes = row_slopes(options, num_rows, hidden)
-        logprob, entropy, lse = (hidden.new_empty(num_rows, dtype=torch.float32) for _ in range(3))
-        self.results = logprob, entropy, lse, hidden.new_empty((num_rows, 2), dtype=torch.float32)
-
-    def _given(self, start: int, stop: int) -> tuple[Tensor, Tensor | None, Tensor, int, float]:
-        rows = slice(start, stop)
-        return self.target[rows], self.bias, self.slopes[rows], self.options.ignore_index, self.options.softcap
-
-    def statistics(self, start: int, stop: int, logits: Tensor) -> None:
-        """Fill rows [start, stop) of the results from their logits (rows, V)."""
-        torch.ops.fusedce_native.logprob_rows(
-            logits, *self._given(start, stop), *(result[start:stop] for result in self.results)
-        )
-
-    def gradient(
-        self,
-        start: int,
-        stop: int,
-        logits: Tensor,
-        gradient: RowGradient,
-        entropy: Tensor,
-        normalizer: Tensor,
-        out: Tensor,
-    ) -> None:
-        """Fill out (rows, V) for rows [start, stop); normalizer: of all rows, the others of these."""
-        numbers = [None if number is None else number.contiguous() for number in gradient]
-        torch.ops.fusedce_native.d_logits_rows(
-            logits, *self._given(start, stop), *numbers, entropy.contiguous(), normalizer[start:stop], out
-        )
-
-
-def _chunks(hidden: Tensor, weight: Tensor) -> chunked.Chunks:
-    row_bytes = _row_width(weight.shape[0]) * 4 + weight.shape[0] * hidden.element_size()
-    return chunked.gemm_chunks(hidden, weight, arch.of_device(hidden.device).num_units, row_bytes)
-
-
-def _row_width(vocab: int) -> int:
-    """Words from one row of logits to the next, a multiple of what one access of the kernels moves.
-
-    So every row is aligned, for them and for the GEMM, and summed in the same order wherever it lies in the chunk.
-    """
-    width = extension.tile("linear_ce_rows")["vector_width"]
-    return -(-vocab // width) * width
-
-
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden · weightᵀ (N,V), accumulated and kept in fp32, its rows `_row_width` apart."""
-    vocab = weight.shape[0]
-    # Not kept from chunk to chunk: the allocator hands the same memory out again, and it is free during the GEMMs.
-    out = hidden.new_empty((hidden.shape[0], _row_width(vocab)), dtype=torch.float32)[:, :vocab]
-    if hidden.dtype == torch.float32:
-        return torch.mm(hidden, weight.t(), out=out)
-    return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)

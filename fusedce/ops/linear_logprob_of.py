@@ -39,6 +39,7 @@ def _logprob_of(
 
 def _logprob_of_backward(
     d_logprob: Tensor,
+    d_lse: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -56,7 +57,7 @@ def _logprob_of_backward(
     choice = registry.choose("linear_logprob_of", backend, hidden.device, hidden.dtype)
     options = logit_options(ignore_index, temperature, softcap, row_temperature)
     run = registry.function(choice, "linear_logprob_of_backward")
-    return run(d_logprob, hidden, weight, ids, bias, logprob, target, normalizer, options, mask)
+    return run(d_logprob, d_lse, hidden, weight, ids, bias, logprob, target, normalizer, options, mask)
 
 
 def _check_ids(
@@ -92,6 +93,7 @@ def _logprob_of_fake(
 @torch.library.register_fake(f"{NAMESPACE}::linear_logprob_of_backward", lib=LIB)
 def _logprob_of_backward_fake(
     d_logprob: Tensor,
+    d_lse: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -123,7 +125,7 @@ def _autograd(ctx, d_logprob, *_):  # type: ignore[no-untyped-def]
     needs, options, bias = ctx.needs_input_grad, ctx.options, ctx.saved_tensors[3]
     mask = [needs[0], needs[1], bias is not None and needs[3]]
     grads = torch.ops.fusedce.linear_logprob_of_backward(
-        d_logprob, *ctx.saved_tensors, options["ignore_index"], options["temperature"], options["softcap"], mask,
+        d_logprob, None, *ctx.saved_tensors, options["ignore_index"], options["temperature"], options["softcap"], mask,
         options["backend"],
     )  # fmt: skip
     d_hidden, d_weight, d_bias = given_away(grads, mask)

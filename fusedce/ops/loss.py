@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fusedce.ops.linear_logprob import result_dtype
 from fusedce.ops.main_grad import CeSumInto, Deposit
+from fusedce.ops.row_weights import RowWeights, row_weights
 from fusedce.ops.schema import LIB
 
 
@@ -39,7 +40,7 @@ class _Head(NamedTuple):
             logprob, _, lse, _ = torch.ops.fusedce.linear_logprob_into(*arguments, self.main_grad, **options)
         return logprob, lse
 
-    def scalar(self, weights: "_Weights") -> tuple[Tensor, Tensor, Tensor]:
+    def scalar(self, weights: "RowWeights") -> tuple[Tensor, Tensor, Tensor]:
         """The loss (), differentiable, and log-prob and log-sum-exp (N,), which are not."""
         given = (weights.nll, weights.lse, weights.square)
         if self.main_grad is None:
@@ -66,66 +67,6 @@ class _Head(NamedTuple):
         rows = torch.where(kept[:, None], self.hidden, 0.0)
         temperature = self.options["temperature"] if self.row_temperature is None else self.row_temperature.detach()
         return ((rows * word).sum(1, dtype=dtype) + offset) / vocab / temperature
-
-
-class _Weights(NamedTuple):
-    """What each row's loss is made of, (N,) each or None for 0:
-    nll · (−logprob) + lse · lse + square · lse² − uniform · mean logit."""
-
-    nll: Tensor
-    lse: Tensor | None
-    square: Tensor | None
-    uniform: Tensor | None
-
-    def times(self, factor: Tensor) -> "_Weights":
-        """All of them times a factor for each row."""
-        lse, square, uniform = (None if weight is None else weight * factor for weight in self[1:])
-        return _Weights(self.nll * factor, lse, square, uniform)
-
-    def rows(self, logprob: Tensor, lse: Tensor) -> Tensor:
-        """(N,): the loss of each row but for the mean logit's part."""
-        loss = -self.nll * logprob
-        loss = loss if self.lse is None else loss + self.lse * lse
-        return loss if self.square is None else loss + self.square * lse * lse
-
-
-def _weights_of(
-    head: _Head,
-    kept: Tensor,
-    num_heads: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    token_weight: Tensor | None,
-    class_weight: Tensor | None,
-) -> _Weights:
-    """reduction "mean": over the rows of each head that count, by their class and token weights."""
-    row_weight = kept.to(result_dtype(head.hidden))
-    if token_weight is not None:
-        row_weight = torch.where(kept, token_weight.detach().to(row_weight.dtype), 0.0)
-    of_target = row_weight
-    if class_weight is not None:
-        # clamp: a label out of range is reported, and its row is NaN already
-        of_target = row_weight * class_weight[head.target.clamp(0, head.weight.shape[0] - 1)]
-    if reduction == "mean":
-        inverse = _inverse_totals(of_target, num_heads)
-        of_target = of_target * inverse
-        row_weight = row_weight * inverse if label_smoothing or z_loss else row_weight
-    square = row_weight * z_loss if z_loss else None
-    if not label_smoothing:
-        return _Weights(of_target, None, square, None)
-    smoothed = row_weight * label_smoothing
-    mean_class = 1.0 if class_weight is None else class_weight.mean()
-    return _Weights(of_target * (1.0 - label_smoothing), smoothed * mean_class, square, smoothed)
-
-
-def _inverse_totals(weights: Tensor, num_heads: int) -> Tensor:
-    """(N,) or (1,): one over the sum of the head's weights; 0 where that is 0, so that without a row that counts the
-    loss and its gradients are 0, not 0/0."""
-    # In fp64: weights of both signs may cancel.
-    total = weights.reshape(num_heads, -1).sum(1, dtype=torch.float64)
-    inverse = torch.where(total == 0, 0.0, total.reciprocal()).to(weights.dtype)
-    return inverse if num_heads == 1 else inverse.repeat_interleave(weights.shape[0] // num_heads)
 
 
 def _check_options(op: str, reduction: str, allowed: tuple[str, ...], label_smoothing: float, softcap: float) -> None:
@@ -163,7 +104,9 @@ def _ce(
     head = _Head(hidden, weight, target, bias, row_temperature, main_grad, options)
     kept = target != ignore_index
     class_weight = None if class_weight is None else class_weight.detach().to(result_dtype(hidden))
-    weights = _weights_of(head, kept, 1, reduction, label_smoothing, z_loss, token_weight, class_weight)
+    weights = row_weights(
+        hidden, target, kept, weight.shape[0], 1, reduction, label_smoothing, z_loss, token_weight, class_weight
+    )
     if reduction != "none" and any(head.wants_gradients()):
         loss = head.scalar(weights)[0]
     else:
@@ -205,7 +148,9 @@ def _ce_heads(
     kept = target != ignore_index
     dtype = result_dtype(hidden)
     class_weight = None if class_weight is None else class_weight.detach().to(dtype)
-    own = _weights_of(head, kept, num_heads, reduction, label_smoothing, z_loss, token_weight, class_weight)
+    own = row_weights(
+        hidden, target, kept, weight.shape[0], num_heads, reduction, label_smoothing, z_loss, token_weight, class_weight
+    )
     factor = hidden.new_ones(num_heads, dtype=dtype) if head_weight is None else head_weight.detach().to(dtype)
     factors = factor.repeat_interleave(hidden.shape[0] // num_heads)
     if any(head.wants_gradients()):

@@ -32,7 +32,7 @@ OPS = (
     "moe_dispatch",
     "moe_combine",
 )
-NATIVE_OPS = frozenset({"linear_logprob", "linear_ce_sum"})
+NATIVE_OPS = frozenset({"linear_logprob", "linear_ce_sum", "linear_parts", "linear_argmax", "linear_logprob_of"})
 # What "auto" tries, for every op: no row of bench/results has native ahead where it would be worth a table.
 ORDER = ("triton", "native", "eager")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -53,10 +53,11 @@ LIB.define(
     "int ignore_index=-100, float temperature=1.0, float softcap=0.0, str backend='auto') "
     "-> (Tensor logprob, Tensor target, Tensor normalizer)"
 )
+# d_lse (N,): of what else knows the row's log-sum-exp, as the words of another shard of the vocabulary do
 LIB.define(
-    "linear_logprob_of_backward(Tensor d_logprob, Tensor hidden, Tensor weight, Tensor ids, Tensor? bias, "
-    "Tensor? row_temperature, Tensor logprob, Tensor target, Tensor normalizer, int ignore_index, float temperature, "
-    "float softcap, bool[3] mask, str backend) -> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
+    "linear_logprob_of_backward(Tensor d_logprob, Tensor? d_lse, Tensor hidden, Tensor weight, Tensor ids, "
+    "Tensor? bias, Tensor? row_temperature, Tensor logprob, Tensor target, Tensor normalizer, int ignore_index, "
+    "float temperature, float softcap, bool[3] mask, str backend) -> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
 )
 # -> word (N,) int64: the lowest id among the row's largest logits; −1 for a row with NaN or +inf. No gradient.
 LIB.define("linear_argmax(Tensor hidden, Tensor weight, Tensor? bias=None, *, str backend='auto') -> Tensor")

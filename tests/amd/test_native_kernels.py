@@ -14,9 +14,11 @@ from tests.gfx9emu.hip import CHIPS, Hip
 from tests.simt import test_linear_ce_rows as rows_tests
 from tests.simt import test_linear_ce_seeded as seeded_tests
 from tests.simt import test_linear_ce_sums as sums_tests
+from tests.simt import test_linear_ce_words as words_tests
 from tests.simt.host_kernels import KERNELS, ROOT, HostKernels
 from tests.simt.host_seeded import HostRows
 from tests.simt.host_sums import HostSums
+from tests.simt.host_words import HostWords
 
 pytestmark = pytest.mark.amd
 SIMT = ROOT / "tests" / "simt"
@@ -39,6 +41,7 @@ FAMILIES: dict[str, tuple[Callable[[ctypes.CDLL], Any], tuple[Check, ...]]] = {
             with_kernels(rows_tests.test_gradient, 1000, BIAS_CAP, torch.float32),
             with_kernels(rows_tests.test_gradient, 1000, {"temperature": 0.7}, torch.bfloat16),
             with_kernels(rows_tests.test_gradient, 7, {}, torch.float16),
+            with_kernels(rows_tests.test_parts_of_a_shard, 1000, BIAS_CAP),
             rows_tests.test_words_with_minus_infinity_count_for_nothing,
             with_kernels(rows_tests.test_a_label_out_of_range_makes_its_row_nan, 2**32),
         ),
@@ -50,6 +53,15 @@ FAMILIES: dict[str, tuple[Callable[[ctypes.CDLL], Any], tuple[Check, ...]]] = {
             with_kernels(seeded_tests.test_statistics_and_gradient, (33, 600, 72), {"bias": True, "softcap": 5.0}),
             seeded_tests.test_far_targets,
             with_kernels(seeded_tests.test_scaled, 2056),
+        ),
+    ),
+    "linear_ce_words": (
+        HostWords,
+        (
+            with_kernels(words_tests.test_argmax, 8193, True),
+            with_kernels(words_tests.test_argmax_of_nan_and_infinities, 500),
+            with_kernels(words_tests.test_words_by_their_ids, (40, 130), {"bias": True, "softcap": 2.5}),
+            with_kernels(words_tests.test_an_id_out_of_range_is_not_read_or_written, 2**32),
         ),
     ),
     "linear_ce_sums": (HostSums, tuple(with_kernels(sums_tests.test_results, shape) for shape in ((33, 32), (40, 45)))),

@@ -10,6 +10,7 @@ EVERYTHING = ("*",)
 OP_FUNCTIONS = frozenset({
     "linear_logprob", "linear_logprob_backward", "moe_experts_backward", "linear_cross_entropy", "linear_policy_loss",
     "vocab_parallel_cross_entropy", "linear_cross_entropy_heads", "moe_experts", "moe_experts_backward_into",
+    "vocab_parallel_logprob", "vocab_parallel_cross_entropy_heads", "vocab_parallel_policy_loss",
 })  # fmt: skip
 THIS_FILE = ("tests/house/rules.py",)
 

@@ -12,6 +12,7 @@ import fusedce
 from fusedce import functional
 from fusedce.arch import ARCHS
 from fusedce.configs import STAGES, GemmTile, fits, tile_for
+from fusedce.ops import registry
 from fusedce.options import ExpertOptions, LogitOptions, Upstream
 from tests.house.source import functions, parameters, paths, read
 
@@ -57,6 +58,13 @@ def test_backends_agree_on_primitives(primitive: str) -> None:
     """A function that is no op itself has the same arguments in every backend."""
     assert backend_arguments("eager", primitive) == backend_arguments("triton", primitive)
     assert backend_arguments("eager", primitive) == backend_arguments("hip", primitive)
+
+
+@pytest.mark.parametrize("op", sorted(registry.NATIVE_OPS - set(PRIMITIVES)))
+def test_the_native_backend_has_its_ops_with_the_same_arguments(op: str) -> None:
+    """And their backward."""
+    for name in (op, f"{op}_backward") if f"{op}_backward" in NAMES else (op,):
+        assert backend_arguments("eager", name) == backend_arguments("hip", name)
 
 
 def backend_arguments(package: str, name: str) -> list[str]:

@@ -64,6 +64,23 @@ check({case})
     assert native_build.python(code) == ""
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        "with_bias=False, temperature=0.8, softcap=0.0",
+        "with_bias=True, temperature=None, softcap=4.0",
+    ],
+)
+def test_single_words_agree_with_their_twin(native_build: Build, case: str) -> None:
+    code = f"""
+import sys
+sys.path.append({str(ROOT)!r})
+from tests.simt.words_backend import check
+check({case})
+"""
+    assert native_build.python(code) == ""
+
+
 def test_who_takes_hopper_s_products(native_build: Build) -> None:
     """bf16 operands on compute capability 9.0, aligned for TMA."""
     code = """

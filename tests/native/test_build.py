@@ -23,7 +23,11 @@ except NotImplementedError as error:
 # op -> the arguments that it writes
 WRITES = {
     "logprob_rows": "logprob entropy lse normalizer",
+    "parts_rows": "parts",
     "d_logits_rows": "d_logits",
+    "argmax_rows": "words",
+    "selected_logits": "raw",
+    "selected_gradient": "d_logits",
     "target_logits": "raw_target seed",
     "seeded_exponentials": "exponentials partial",
     "seeded_statistics": "seed exponentials rest logprob lse",
@@ -45,7 +49,7 @@ def test_the_wheel_holds_the_extension(native_build: Build) -> None:
 
 def test_max_jobs_and_ninja_are_used(native_build: Build) -> None:
     assert "-gencode=arch=compute_90a,code=compute_90a" in native_build.printed
-    assert "[1/4]" in native_build.printed
+    assert "[1/5]" in native_build.printed
 
 
 def test_build_info_tells_what_was_built(native_build: Build) -> None:

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.native
 SOURCES = sorted(Path("csrc/kernels").glob("*.cu"))
 # source -> kernels: one for each softcap or none (× three dtypes of the gradient); an epilogue for each set of options
 KERNELS = {
-    "linear_ce_rows": {"logprob_rows_kernel": 2, "d_logits_rows_kernel": 6},
+    "linear_ce_rows": {"logprob_rows_kernel": 2, "parts_rows_kernel": 2, "d_logits_rows_kernel": 6},
+    "linear_ce_words": {"argmax_rows_kernel": 1, "selected_logits_kernel": 2, "selected_gradient_kernel": 6},
     "linear_ce_seeded": dict.fromkeys(
         ("target_logits_kernel", "seeded_sums_kernel", "rescue_kernel", "seeded_scale_kernel", "scaled_kernel"), 1
     ),
@@ -25,8 +26,8 @@ KERNELS = {
 }
 HOPPER = [source for source in SOURCES if source.stem.endswith("_hopper")]
 ROWS = [source for source in SOURCES if source not in HOPPER]
-# Neighbouring threads read neighbouring rows of a tile's sums, a word each.
-NARROW = ("seeded_sums_kernel", "merged_sums_kernel")
+# Neighbouring threads read neighbouring rows of a tile's sums, a word each; or the few words of a row that are named.
+NARROW = ("seeded_sums_kernel", "merged_sums_kernel", "selected_logits_kernel", "selected_gradient_kernel")
 # A block of 512 threads shall leave room for a second one: 65,536 registers / 1,024 threads.
 MAX_REGISTERS = 64
 

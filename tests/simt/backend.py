@@ -36,7 +36,11 @@ def run_kernels_on_the_host(kernels: HostKernels) -> torch.library.Library:
         *upstream, out = options_and_tensors[3:]
         kernels.d_logits_rows(rows, upstream, out)
 
+    def parts_rows(logits: Tensor, target: Tensor, bias: Tensor | None, *options_and_out: float | Tensor) -> None:
+        options_and_out[3].copy_(kernels.parts_rows(Rows(logits, target, bias, *options_and_out[:3])))
+
     library.impl("logprob_rows", logprob_rows, "CPU")
+    library.impl("parts_rows", parts_rows, "CPU")
     library.impl("d_logits_rows", d_logits_rows, "CPU")
     return library
 

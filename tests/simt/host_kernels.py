@@ -32,7 +32,7 @@ class LogitRows(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Rows:
-    """What both kernels are given. logits (N,V) fp32, of any row stride and alignment; bias (V,) fp32 or None;
+    """What all kernels are given. logits (N,V) fp32, of any row stride and alignment; bias (V,) fp32 or None;
     inv_temperature (N,) fp32."""
 
     logits: Tensor
@@ -64,6 +64,12 @@ class HostKernels:
         out = [torch.empty(num_rows), torch.empty(num_rows), torch.empty(num_rows), torch.empty(num_rows, 2)]
         self._call("logprob_rows", ctypes.byref(rows.for_c()), ctypes.byref(_pointers(out)))
         return tuple(out)
+
+    def parts_rows(self, rows: Rows) -> Tensor:
+        """(N,4): what a shard knows of each row."""
+        parts = torch.empty(rows.logits.shape[0], 4)
+        self._call("parts_rows", ctypes.byref(rows.for_c()), ctypes.c_void_p(parts.data_ptr()))
+        return parts
 
     def d_logits_rows(self, rows: Rows, upstream: list[Tensor | None], out: Tensor) -> None:
         """Fills out (N,V). upstream: on_probs, on_surprise or None, on_target, entropy, normalizer."""

@@ -5,6 +5,10 @@ extern "C" const char* logprob_rows(const fusedce::LogitRows* rows, const fusedc
   return fusedce::launch_logprob_rows(*rows, *out, nullptr);
 }
 
+extern "C" const char* parts_rows(const fusedce::LogitRows* rows, float* parts) {
+  return fusedce::launch_parts_rows(*rows, parts, nullptr);
+}
+
 extern "C" const char* d_logits_rows(const fusedce::LogitRows* rows, const fusedce::RowUpstream* upstream,
                                      void* d_logits, int dtype, std::int64_t out_stride) {
   return fusedce::launch_d_logits_rows(*rows, *upstream, d_logits, static_cast<fusedce::Dtype>(dtype), out_stride,

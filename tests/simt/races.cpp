@@ -1,4 +1,4 @@
-// Runs both kernels under the thread sanitizer, for tests/simt/test_races.py: a missing barrier is a data race.
+// Runs the kernels under the thread sanitizer, for tests/simt/test_races.py: a missing barrier is a data race.
 #include <cstdio>
 
 #include "linear_ce_rows.cu"
@@ -11,6 +11,8 @@ int main() {
   const fusedce::LogitRows rows{logits.data(), target, nullptr, &row[5 * kRows], kRows, kVocab, -100, kVocab, 0.0f};
   const fusedce::RowStatistics statistics{&out[0], &out[kRows], &out[2 * kRows], &out[3 * kRows]};
   const char* error = fusedce::launch_logprob_rows(rows, statistics, nullptr);
+  alignas(16) float parts[4 * kRows];
+  if (!error) error = fusedce::launch_parts_rows(rows, parts, nullptr);
   const fusedce::RowUpstream upstream{&row[0], &row[kRows], &row[2 * kRows], &out[kRows], &out[3 * kRows]};
   if (!error)
     error = fusedce::launch_d_logits_rows(rows, upstream, d_logits.data(), fusedce::Dtype::kFloat32, kVocab, nullptr);

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce.options import LogitOptions, Upstream
-from fusedce.rows import row_gradient
+from fusedce.rows import merge_parts, row_gradient
 from tests.paired import assert_close
 from tests.simt.host_kernels import KERNELS, HostKernels, Rows, load
 
@@ -97,6 +97,29 @@ def test_statistics(kernels: HostKernels, vocab: int, options: dict[str, float])
     slope = rows.inv_temperature[kept]
     assert_close(normalizer[kept, 0] * slope + normalizer[kept, 1], gold[2], twin[2], "normalizer")
     assert normalizer[~kept].tolist() == [[torch.inf, 0.0]], "about it, every probability of an ignored row is 0"
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_parts_of_a_shard(kernels: HostKernels, vocab: int, options: dict[str, float]) -> None:
+    """Merged, one shard's parts are the whole row's statistics; a target elsewhere is −inf, and its row's parts go on
+    without it."""
+    rows = make_rows(vocab, **options)
+    kept = rows.target != rows.ignore_index
+    upstream = random_upstream(len(rows.target))
+    gold, twin = reference(rows, upstream, torch.float64), reference(rows, upstream, torch.float32)
+    parts = kernels.parts_rows(rows)
+    assert parts[~kept].tolist() == [[-torch.inf, 0.0, 0.0, -torch.inf]]
+    merged = merge_parts(parts[None], rows.target, LogitOptions(row_temperature=1.0 / rows.inv_temperature), True)
+    for name, out, g, t in zip(("logprob", "entropy", "lse"), merged, gold, twin, strict=False):
+        assert_close(out[kept], g, t, name)
+    elsewhere = Rows(
+        rows.logits, torch.where(kept, -1, rows.target), rows.bias, rows.inv_temperature, softcap=rows.softcap
+    )
+    parts = kernels.parts_rows(elsewhere)
+    assert (parts[:, 3] == -torch.inf).all()
+    lse = parts[kept, 0] * rows.inv_temperature[kept] + parts[kept, 1].log()
+    assert_close(lse, gold[2], twin[2], "lse of the shard")
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -222,6 +245,7 @@ MUTANTS = {
     "the slope is lost": ("surprise) * logit.slope;", "surprise);"),
     "16-bit halves swap": ("low | high << 32", "high | low << 32"),
     "the target is summed twice": ("column + j != target;", "true;"),
+    "a shard's target is lost": ("part.at[3] = ", "part.at[2] = "),
     "1 − p is rounded": ("log1pf(rest.exp / of_target)", "logf(1.0f + rest.exp / of_target)"),
 }
 
@@ -246,5 +270,6 @@ def statistics_and_gradients(kernels: HostKernels) -> None:
     for vocab in (7, 1000, 8193):
         test_statistics(kernels, vocab, {"temperature": 0.7})
         test_gradient(kernels, vocab, {"temperature": 0.7}, torch.bfloat16)
+        test_parts_of_a_shard(kernels, vocab, {"temperature": 0.7})
     test_gradient(kernels, 7, {"bias": True, "softcap": 5.0}, torch.float32)
     test_certain_targets_keep_their_digits(kernels)

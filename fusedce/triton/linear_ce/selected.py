@@ -100,6 +100,7 @@ def linear_logprob_of(
 
 def linear_logprob_of_backward(
     d_logprob: Tensor,
+    d_lse: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -112,8 +113,9 @@ def linear_logprob_of_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d_hidden, d_weight, d_bias. See `fusedce.eager.selected` for the formula, `fusedce.chunked` for the two GEMMs."""
     hidden, weight, ids = unit_rows(hidden), unit_rows(weight), ids.contiguous()
-    upstream = Selection(ids, options, weight.shape[0]).upstream(d_logprob.float())
-    on_probs = -upstream.sum(1)
+    words = Selection(ids, options, weight.shape[0])
+    upstream = words.upstream(d_logprob.float())
+    on_probs = words.on_probs(upstream, d_lse)
     scale = chunked.batch_scale(on_probs, upstream.abs().amax(1))
     # Every word is written as one that is not selected; then those that are, once more.
     gradient = RowGradient(on_probs, None, torch.zeros_like(on_probs)).over(scale)

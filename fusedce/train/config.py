@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from fusedce import env
+from fusedce.train.losses import Normalize, PolicyOptions, Variant
 
 
 class ConfigError(ValueError):
@@ -113,13 +114,22 @@ class GrpoConfig(TrainConfig):
     """of sampling, and of the log-probs in the loss"""
     std_advantage: bool = False
     """divide a group's advantages by their standard deviation (GRPO) or not (Dr. GRPO)"""
+    variant: Variant = "clip"
+    """PPO's clipped ratio of each token, a capped one as its weight (cispo), or one a sequence (gspo)"""
     clip_low: float = 0.2
     clip_high: float = 0.28
-    """the ratio is clipped to [1 - clip_low, 1 + clip_high]"""
-    normalize: Literal["token", "sequence"] = "token"
-    """the mean over all tokens of the step (DAPO), or over sequences of each one's mean (GRPO)"""
+    """the ratio is clipped to [1 - clip_low, 1 + clip_high]; cispo takes the upper bound alone"""
+    dual_clip: float = 0.0
+    """above 1: a negative advantage counts at most so many times; 0 for no such bound"""
+    normalize: Normalize = "token"
+    """the mean over all tokens of the step (DAPO), over sequences of each one's mean (GRPO), or over `length` tokens of
+    every answer (fixed, Dr. GRPO)"""
     kl_coef: float = 0.0
-    """weight of the k3 estimate of KL to the starting model; 0 costs nothing"""
+    """weight of the estimate of KL to the starting model; 0 costs nothing"""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """the estimate of KL; k3 is never negative"""
+    kl_corrected: bool = True
+    """weigh the estimate by the ratio, for the gradient of KL(policy to reference); without it, GRPO's as published"""
     entropy_coef: float = 0.01
     """weight of the entropy bonus; 0 costs nothing"""
     eval_prompts: int = 512
@@ -189,7 +199,10 @@ def check(config: TrainConfig) -> None:
     _require(0 <= optim.beta2 < 1, config, "optim.beta2", "a number in [0, 1)")
     if isinstance(config, GrpoConfig):
         _require(config.group_size >= 2, config, "group_size", "at least 2 (a group is its own baseline)")
-        _require(config.clip_low < 1, config, "clip_low", "below 1")
+        try:
+            PolicyOptions.of(config)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         divides = config.num_prompts % config.num_updates == 0
         _require(divides, config, "num_updates", f"a divisor of num_prompts = {config.num_prompts}")
     rows = update_size(config)

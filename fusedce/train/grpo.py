@@ -12,7 +12,7 @@ from fusedce.functional import LogProb
 from fusedce.train import tasks
 from fusedce.train.config import ConfigError, GrpoConfig, fit
 from fusedce.train.loop import Trainer
-from fusedce.train.losses import PolicyLoss, group_advantages, policy_loss, token_weights
+from fusedce.train.losses import PolicyOptions, group_advantages, policy_loss, token_weights
 from fusedce.train.model import LM, generate
 
 
@@ -26,6 +26,7 @@ class GrpoTrainer(Trainer):
         if not len(self.task.held_out(1)[0]):
             raise ConfigError(f"length is {config.length}; expected more, none of these strings is held out")
         super().__init__(fit(config, self.task.num_tokens, 2 * config.length + 1), run)
+        self.options = PolicyOptions.of(config)
         # The starting model, made again from seed or `init` when a run resumes: it need not be saved.
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if config.kl_coef else None
 
@@ -75,25 +76,16 @@ class GrpoTrainer(Trainer):
     def losses(self, update: "Batch", sums: Tensor) -> Iterator[Tensor]:
         """The loss of each micro-batch of one update; adds (clipped, kl, entropy) to `sums`."""
         config = self.config
-        weights = token_weights(update.mask, config.normalize)
+        weights = token_weights(update.mask, config.normalize, fixed_length=config.length)
         for rows in self.micro_batches():
             part = update.rows(rows)
             with self.autocast():
                 policy = self.logprobs(self.model, part)
-            assert policy.entropy is not None  # it was asked for
-            result: PolicyLoss = policy_loss(
-                policy.logprob,
-                policy.logprob.detach() if part.old_logprob is None else part.old_logprob,
-                part.advantage,
-                weights[rows],
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                entropy=policy.entropy,
-                entropy_coef=config.entropy_coef,
+            result = policy_loss(
+                policy.logprob, part.old_logprob, part.advantage, weights[rows], self.options, entropy=policy.entropy,
                 ref_logprob=part.ref_logprob,
-                kl_coef=config.kl_coef,
-            )
-            sums += torch.stack((result.clipped, result.kl, result.entropy))
+            )  # fmt: skip
+            sums += torch.stack(result[1:4])
             yield result.loss
 
     def logprobs(self, model: LM, batch: "Batch") -> LogProb:

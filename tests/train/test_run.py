@@ -172,6 +172,8 @@ BAD = {
     "model.recompute is 1.5": ["--model.recompute", "1.5"],
     "model.backend is 'cuda'": ["--model.backend", "cuda"],
     "temperature is nan": ["--temperature", "nan"],
+    "dual_clip is 0.5; expected 0 or above 1": ["--dual-clip", "0.5"],
+    "kl_corrected is False; expected True with k1": ["--kl", "k1", "--kl-coef", "0.1", "--no-kl-corrected"],
     "group_size is 1": ["--group-size", "1"],
     "model.learned_positions is 16; expected 0 or at least 17": ["--length", "8"],
     "steps is 0": ["--steps", "0"],

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from fusedce import env
+from fusedce.train import ranks
 from fusedce.train.losses import Normalize, PolicyOptions, Variant
 
 
+@ranks.crosses
 class ConfigError(ValueError):
     """A run that cannot start; the message is one line that names the key and the way out."""
 

@@ -72,7 +72,7 @@ class Trainer(ABC):
         torch.manual_seed(config.seed)
         self.model = LM(config.model)
         if config.init:
-            load_weights(self.model, checkpoint.load(Path(config.init))[1]["model"])
+            load_weights(self.model, checkpoint.load(Path(config.init), kinds=("model",))[1]["model"])
         self.model.to(self.device)
         self.load = ExpertLoad(self.model)
         self.headline = self.example = ""
@@ -165,7 +165,7 @@ class Trainer(ABC):
         state = {"model": dict(self.model.named_parameters()), "optimizer": moments}
         return checkpoint.save(self.run_folder, self.step, to_dict(self.config), state, self.config.keep)
 
-    def restore(self, manifest: dict[str, Any], state: checkpoint.State) -> None:
+    def restore(self, manifest: checkpoint.Manifest, state: checkpoint.State) -> None:
         """Take up weights, optimizer and step of a checkpoint."""
         load_weights(self.model, state["model"])
         indices = {name: index for index, (name, _) in enumerate(self.model.named_parameters())}
@@ -175,7 +175,7 @@ class Trainer(ABC):
             moments.setdefault(indices[parameter], {})[key] = value
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
-        self.step = manifest["step"]
+        self.step = manifest.step
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from fusedce.train import checkpoint, plot
+from fusedce.train import checkpoint, lock, plot
 from fusedce.train.config import MODES, ConfigError, TrainConfig, check, free_folder, from_dict, mode_of, unknown_key
 from fusedce.train.grpo import GrpoTrainer
 from fusedce.train.loop import Trainer
@@ -26,12 +26,26 @@ def run(config: TrainConfig, console: Console | None = None) -> int:
     console = console or Console()
     check(config)
     folder, mode = free_folder(config), mode_of(config)
-    if checkpoint.published(folder) and not config.resume:
-        raise ConfigError(f"out: {folder} holds a run already; add --resume to go on with it, or name another --out")
+    _check_folder(folder, config)
     trainer = TRAINERS[mode](config, folder)
-    if config.resume:
-        trainer.restore(*checkpoint.load_newest(folder, lambda text: console.print(text, style="yellow")))
-    folder.mkdir(parents=True, exist_ok=True)
+    with lock.held(folder):
+        _check_folder(folder, config)  # again: another trainer may have come and gone
+        if config.resume:
+            trainer.restore(*checkpoint.load_newest(folder, lambda text: console.print(text, style="yellow")))
+        stopped = _train(trainer, folder, mode, console)
+    return 128 + stopped if stopped else 0
+
+
+def _check_folder(folder: Path, config: TrainConfig) -> None:
+    found = bool(checkpoint.published(folder))
+    if found and not config.resume:
+        raise ConfigError(f"out: {folder} holds a run already; add --resume to go on with it, or name another --out")
+    if config.resume and not found:
+        raise checkpoint.nothing_in(folder)
+
+
+def _train(trainer: Trainer, folder: Path, mode: str, console: Console) -> int:
+    """The steps that are left, then the picture and the summary; the number of the signal that ended it, or 0."""
     model = trainer.config.model
     size = sum(p.numel() for p in trainer.model.parameters())
     experts = f"{model.num_experts} experts, top {model.top_k}"
@@ -49,7 +63,7 @@ def run(config: TrainConfig, console: Console | None = None) -> int:
         console.print(f"  {folder / name}", highlight=False, soft_wrap=True)
     if stopped:
         console.print(f"stopped by signal {stopped}; go on with: fusedce train --resume --out {folder}", style="yellow")
-    return 128 + stopped if stopped else 0
+    return stopped
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
@@ -79,7 +93,7 @@ def _parts(config: TrainConfig) -> list[tuple[str, object]]:
 
 def _config_of(folder: Path) -> TrainConfig | None:
     try:
-        return from_dict(checkpoint.read_manifest(folder)["config"])
+        return from_dict(checkpoint.read(folder).config)
     except checkpoint.CheckpointError:
         return None  # restoring will say so, and put it aside
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fusedce.train import checkpoint
+from fusedce.train import manifest as manifest_
 
 STATE = {
     "model": {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(1, dtype=torch.bfloat16)},
@@ -22,7 +23,7 @@ def save(run: Path, *steps: int, keep: int = 3) -> None:
 def test_round_trip(tmp_path: Path) -> None:
     save(tmp_path, 7)
     manifest, state = checkpoint.load(tmp_path / "step-000007")
-    assert manifest["step"] == 7 and manifest["config"] == {"lr": 0.1}
+    assert manifest.step == 7 and manifest.world == 1 and manifest.config == {"lr": 0.1}
     assert {k: v.keys() for k, v in state.items()} == {k: v.keys() for k, v in STATE.items()}
     for name, tensors in STATE.items():
         for key, value in tensors.items():
@@ -54,10 +55,10 @@ def test_damage_is_seen_and_the_one_before_is_taken(tmp_path: Path, file: str, d
             checkpoint.load(path.parent)
     said: list[str] = []
     manifest, state = checkpoint.load_newest(tmp_path, said.append)
-    assert manifest["step"] == 1 and torch.equal(state["model"]["a"], STATE["model"]["a"])
+    assert manifest.step == 1 and torch.equal(state["model"]["a"], STATE["model"]["a"])
     assert len(said) == 1 and "damaged" in said[0] and file in said[0]
     save(tmp_path, 2)  # the damaged one is out of the way
-    assert checkpoint.load_newest(tmp_path, said.append)[0]["step"] == 2
+    assert checkpoint.load_newest(tmp_path, said.append)[0].step == 2
 
 
 def test_another_format_and_an_empty_folder(tmp_path: Path) -> None:
@@ -65,9 +66,12 @@ def test_another_format_and_an_empty_folder(tmp_path: Path) -> None:
     path = tmp_path / "step-000001" / "manifest.json"
     body = json.loads(path.read_text()) | {"format": 99}
     del body["sha256"]
-    path.write_text(json.dumps({"sha256": checkpoint._seal(body), **body}))
+    path.write_text(json.dumps({"sha256": manifest_.seal(body), **body}))
     with pytest.raises(checkpoint.CheckpointError, match="format 99"):
         checkpoint.load(path.parent)
+    with pytest.raises(checkpoint.OtherFormatError, match="format 99"):
+        checkpoint.load_newest(tmp_path, print)
+    assert path.exists(), "whole, and not to be put aside"
     with pytest.raises(checkpoint.CheckpointError, match="no checkpoint that can be read"):
         checkpoint.load_newest(tmp_path / "nothing", print)
 
@@ -85,4 +89,4 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 2)
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["latest", "step-000001"]
-    assert checkpoint.load(tmp_path / "latest")[0]["step"] == 1
+    assert checkpoint.load(tmp_path / "latest")[0].step == 1

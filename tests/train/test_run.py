@@ -93,7 +93,7 @@ def test_a_signal_saves_and_ends(
     monkeypatch.setattr(GrpoTrainer, "train_step", interrupted)
     assert run.run(config, console) == 128 + number
     assert signal.getsignal(number) is before
-    assert checkpoint.load(Path(config.out) / "latest")[0]["step"] == 3
+    assert checkpoint.load(Path(config.out) / "latest")[0].step == 3
     assert f"--resume --out {config.out}" in console.file.getvalue()
 
 

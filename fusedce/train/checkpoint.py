@@ -152,9 +152,7 @@ def _shared_out(state: State) -> tuple[dict[str, dict[str, Entry]], dict[str, di
             file = f"{kind}-{rank:05d}-of-{ranks.size():05d}.safetensors" if several else f"{kind}.safetensors"
             entry = entries.setdefault(kind, {}).setdefault(name, Entry(tuple(shape), dtype, {}))
             if digests.setdefault((kind, name), digest) != digest or entry.shape != tuple(shape):
-                raise ValueError(
-                    f"{kind}: {name} is not the same on rank {rank}; a part of a tensor has to be a DTensor"
-                )
+                raise ValueError(f"{kind}: {name} differs on rank {rank}; a part of a tensor has to be a DTensor")
             box = Box(tuple(start), tuple(part))
             if box in entry.parts.values() or (math.prod(part) == 0 and (math.prod(shape) or entry.parts)):
                 continue  # a replica, or nothing

@@ -111,6 +111,9 @@ def read(folder: Path) -> Manifest:
     try:
         found = _parsed(body)
         _check(found)
+        name = folder.resolve().name  # `latest` is a link
+        if name.startswith("step-") and name[5:].isdecimal() and int(name[5:]) != found.step:
+            raise ValueError(f"it is of step {found.step}")
     except (KeyError, AttributeError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: not a manifest ({error})") from error
     return found

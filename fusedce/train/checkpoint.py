@@ -203,23 +203,23 @@ def _write_parts(unfinished: Path, files: dict[str, dict[str, Tensor]]) -> dict[
     for name, tensors in files.items():
         data = bytes_from_tensors({key: _on_cpu(tensor) for key, tensor in tensors.items()})
         written[name] = (len(data), hashlib.sha256(data).hexdigest())
-        _write(unfinished / name, data)
+        write_file(unfinished / name, data)
     if files:
-        _sync(unfinished)
+        sync(unfinished)
     return written
 
 
 def _publish(unfinished: Path, final: Path, manifest: bytes, keep: int) -> None:
-    _write(unfinished / NAME, manifest)
-    _sync(unfinished)
+    write_file(unfinished / NAME, manifest)
+    sync(unfinished)
     unfinished.rename(final)
     run = final.parent
-    _sync(run)
+    sync(run)
     link = run / "latest.tmp"
     link.unlink(missing_ok=True)
     link.symlink_to(final.name)
     link.replace(run / "latest")
-    _sync(run)
+    sync(run)
     for old in published(run)[keep:]:
         # In one step out of the way: a kill in the midst of it leaves no half of a published one.
         shutil.rmtree(old.rename(old.with_suffix(".tmp")))
@@ -283,12 +283,13 @@ def _read_tensors(folder: Path, manifest: Manifest, file: str) -> dict[str, Tens
         raise CheckpointError(f"{folder / file}: no safetensors file ({error})") from error
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file and wait until it is on the disk."""
     path.write_bytes(data)
-    _sync(path)
+    sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until the file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

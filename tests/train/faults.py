@@ -49,6 +49,6 @@ def arm(operations: int, num_bytes: int, action: str) -> None:
             strike(path)
         left["bytes"] -= len(data) if left["bytes"] >= 0 else 0
         path.write_bytes(data)
-        checkpoint._sync(path)
+        checkpoint.sync(path)
 
-    checkpoint._write = write
+    checkpoint.write_file = write

@@ -102,11 +102,16 @@ def load(folder: Path, place: Place = lambda kind, name: None, kinds: Collection
 def load_newest(
     run: Path, say: Callable[[str], None], place: Place = lambda kind, name: None
 ) -> tuple[Manifest, State]:
-    """The newest checkpoint of a run that is good. A damaged one is renamed to step-N.damaged, and `say` is told."""
+    """The newest checkpoint of a run that is good. A damaged one is renamed to step-N.damaged, and `say` is told.
+
+    `latest` is set to it: a kill may have come before it could move, or it names one that is damaged.
+    """
     for name in ranks.together(lambda: [p.name for p in published(run)])[0]:
         folder = run / name
         try:
-            return load(folder, place)
+            found = load(folder, place)
+            ranks.together(partial(_point_latest, folder), only=0)
+            return found
         except OtherFormatError:
             raise
         except CheckpointError as error:
@@ -213,16 +218,21 @@ def _publish(unfinished: Path, final: Path, manifest: bytes, keep: int) -> None:
     write_file(unfinished / NAME, manifest)
     sync(unfinished)
     unfinished.rename(final)
-    run = final.parent
-    sync(run)
-    link = run / "latest.tmp"
-    link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
-    link.replace(run / "latest")
-    sync(run)
-    for old in published(run)[keep:]:
+    sync(final.parent)
+    _point_latest(final)
+    for old in published(final.parent)[keep:]:
         # In one step out of the way: a kill in the midst of it leaves no half of a published one.
         shutil.rmtree(old.rename(old.with_suffix(".tmp")))
+
+
+def _point_latest(folder: Path) -> None:
+    latest, link = folder.with_name("latest"), folder.with_name("latest.tmp")
+    if latest.is_symlink() and os.readlink(latest) == folder.name:
+        return
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.name)
+    link.replace(latest)
+    sync(folder.parent)
 
 
 def _fetch(folder: Path, manifest: Manifest, place: Place, kinds: Collection[str]) -> State:

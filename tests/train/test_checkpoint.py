@@ -61,6 +61,7 @@ def test_damage_is_seen_and_the_one_before_is_taken(tmp_path: Path, file: str, d
     manifest, state = checkpoint.load_newest(tmp_path, said.append)
     assert manifest.step == 1 and torch.equal(state["model"]["a"], STATE["model"]["a"])
     assert len(said) == 1 and "damaged" in said[0] and file in said[0]
+    assert os.readlink(tmp_path / "latest") == "step-000001"
     save(tmp_path, 2)  # the damaged one is out of the way
     assert checkpoint.load_newest(tmp_path, said.append)[0].step == 2
 

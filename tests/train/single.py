@@ -3,6 +3,7 @@ checkpoint."""
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 from fusedce import cli
@@ -37,3 +38,12 @@ def train(out: str, resume: bool = False, fault: dict[str, Any] | None = None, e
 
     checkpoint.save, Trainer.backward_and_step = faulty_save, deadly_step
     return cli.main(["train", "--out", out, *ARGUMENTS, *(("--resume",) if resume else ()), *extra])
+
+
+def without_home(out: str, home: str) -> int:
+    """The exit code of a run whose HOME cannot be made."""
+    Path(home).parent.touch()
+    for name in ("MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        os.environ.pop(name, None)
+    os.environ["HOME"] = home
+    return cli.main(["train", "--out", out, *ARGUMENTS])

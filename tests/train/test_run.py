@@ -16,6 +16,7 @@ from fusedce.train import checkpoint, run, track
 from fusedce.train.config import ConfigError, GrpoConfig, ModelConfig, OptimConfig, SftConfig, TrainConfig
 from fusedce.train.grpo import GrpoTrainer
 from fusedce.train.loop import Trainer, learning_rate
+from tests.train.forks import Server
 
 TIMES = ("tok_per_s", "seconds")
 
@@ -195,6 +196,19 @@ def test_a_run_that_cannot_start_says_why_in_one_line(
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
     assert not any(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_an_out_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["train", "--device", "cpu", "--out", str(tmp_path / "file" / "run")]) == 1
+    assert capsys.readouterr().err == f"fusedce train: {tmp_path}/file/run: Not a directory\n"
+
+
+def test_a_home_that_is_not_there(server: Server, tmp_path: Path) -> None:
+    """Nothing is kept in it; the picture is drawn all the same."""
+    (ended,) = server.launch("tests.train.single:without_home", str(tmp_path / "run"), str(tmp_path / "file" / "home"))
+    assert (ended.status, ended.value) == (0, 0), ended.error
+    assert (tmp_path / "run" / "curve.png").stat().st_size > 20_000
 
 
 def test_a_device_that_is_not_there(grpo: GrpoConfig, monkeypatch: pytest.MonkeyPatch) -> None:

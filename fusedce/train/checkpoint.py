@@ -4,7 +4,7 @@ A folder is written as step-N.tmp, synced, then renamed to step-N; `latest` is a
 has been published is never written to again. Before anything of it is used, every byte is checked against the manifest.
 There is no pickle; torch.distributed.checkpoint has one, which runs code when it is read, and sees no flipped bit.
 
-With several processes every function here is a collective call. They must all see the same folder.
+With several processes `save`, `load` and `load_newest` are collective calls. All must see the same folder.
 """
 
 import hashlib
@@ -97,6 +97,12 @@ def load(folder: Path, place: Place = lambda kind, name: None, kinds: Collection
         raise CheckpointError(f"{folder}: the processes see different checkpoints; they need one folder for all")
     ranks.together(lambda: states.append(_fetch(folder, manifests[0], place, kinds)))
     return manifests[0], states[0]
+
+
+def load_alone(folder: Path, kinds: Collection[str] = ()) -> tuple[Manifest, State]:
+    """`load` of whole tensors by this process, whatever others do: no collective call."""
+    manifest = read(folder)
+    return manifest, _fetch(folder, manifest, lambda kind, name: None, kinds)
 
 
 def load_newest(

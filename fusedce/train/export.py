@@ -27,7 +27,7 @@ def export(
     One process's work, with the whole model in host memory. Raises CheckpointError as `checkpoint.load`, and OSError
     with `out` not there.
     """
-    tensors = checkpoint.load(folder, kinds=("model",))[1]["model"]
+    tensors = checkpoint.load_alone(folder, ("model",))[1]["model"]
     files: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in (pair for item in tensors.items() for pair in rename(*item)):

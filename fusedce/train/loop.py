@@ -72,7 +72,7 @@ class Trainer(ABC):
         torch.manual_seed(config.seed)
         self.model = LM(config.model)
         if config.init:
-            load_weights(self.model, checkpoint.load(Path(config.init), kinds=("model",))[1]["model"])
+            load_weights(self.model, checkpoint.load_alone(Path(config.init), ("model",))[1]["model"])
         self.model.to(self.device)
         self.load = ExpertLoad(self.model)
         self.headline = self.example = ""

@@ -28,6 +28,10 @@ def exact(run: str, num_expert_ranks: int) -> None:
 
     _, parts = checkpoint.load(folder, place)
     manifest, wholes = checkpoint.load(folder)
+    if ranks.rank() == 1:  # and no other
+        assert all(
+            torch.equal(t, wholes["model"][name]) for name, t in checkpoint.load_alone(folder)[1]["model"].items()
+        )
     assert manifest.world == ranks.size() == len([f for f in manifest.files if f.startswith("model")])
     for kind, tensors in state.items():
         assert parts[kind].keys() == wholes[kind].keys() == tensors.keys()

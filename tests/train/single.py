@@ -2,6 +2,7 @@
 checkpoint."""
 
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,15 @@ ARGUMENTS = f"""--device cpu --threads 1 --steps {STEPS} --save-every {SAVE_EVER
 
 
 def train(out: str, resume: bool = False, fault: dict[str, Any] | None = None, extra: tuple[str, ...] = ()) -> int:
-    """The exit code. fault: {"kill_in_step": N}, or {"save": N} with what `faults.arm` takes for that checkpoint."""
+    """The exit code.
+
+    fault: {"kill_in_step": N}, {"file_limit": bytes}, or {"save": N} with what `faults.arm` takes for that checkpoint.
+    """
     plot.draw = lambda *_: None  # takes longer than the run
     fault = dict(fault or {})
     doomed, kill_in = fault.pop("save", 0), fault.pop("kill_in_step", 0)
+    if "file_limit" in fault:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (fault["file_limit"],) * 2)
     save, step = checkpoint.save, Trainer.backward_and_step
 
     def faulty_save(run: Any, number: int, *rest: Any) -> Any:

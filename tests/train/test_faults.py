@@ -163,6 +163,15 @@ def test_the_real_trainer_s_disk_is_full(server: Server, real: Path, tmp_path: P
     same_metrics_and_weights(run, real)
 
 
+def test_the_system_cuts_a_file_short(server: Server, tmp_path: Path) -> None:
+    """No injected error: the kernel takes so many bytes of a file, and no more."""
+    run = tmp_path / "run"
+    (ended,) = server.launch("tests.train.single:train", str(run), False, {"file_limit": 30_000})
+    assert (ended.status, ended.value) == (0, 1)
+    assert ended.error.startswith("fusedce train: ") and ended.error.endswith("File too large\n")
+    assert not checkpoint.published(run) and not list(run.glob("*.tmp"))
+
+
 def damage(draw: random.Random, folder: Path, other: Path) -> str:
     """One file of a checkpoint flipped in a bit, cut, gone, or another save's; its name."""
     path = draw.choice(sorted(p for p in folder.iterdir()))

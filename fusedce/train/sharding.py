@@ -17,23 +17,28 @@ from fusedce.train.model import LM, Block
 from fusedce.train.weights import init_weights, whole
 
 
-def build(config: ModelConfig, world: World, seed: int) -> LM:
-    """The model with the weights of `seed`, of which no rank holds more than its own. No collective call."""
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """What a sharded model computes in."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def build(config: ModelConfig, world: World, seed: int, dtype: torch.dtype | None = None) -> LM:
+    """The model with the weights of `seed`, of which no rank holds more than its own. No collective call.
+
+    dtype: that a sharded model computes in; `compute_dtype` for None.
+    """
     with torch.device("meta"):
         model = LM(config, world.experts)
     if world.mesh is not None and world.everyone is not None:
-        _shard(model, world.mesh, world.everyone)
+        # Inputs are not cast: rotations and routing weights stay fp32.
+        policy = MixedPrecisionPolicy(dtype or compute_dtype(world.device), torch.float32, cast_forward_inputs=False)
+        _shard(model, world.mesh, world.everyone, policy)
     model.to_empty(device=world.device)
     model.tie()
     return init_weights(model, seed)
 
 
-def _shard(model: LM, mesh: DeviceMesh, everyone: DeviceMesh) -> None:
-    on_gpu = everyone.device_type == "cuda"
-    # Inputs are not cast: rotations and routing weights stay fp32.
-    policy = MixedPrecisionPolicy(
-        torch.bfloat16 if on_gpu else None, torch.float32 if on_gpu else None, cast_forward_inputs=False
-    )
+def _shard(model: LM, mesh: DeviceMesh, everyone: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     for block in model.layers:
         assert isinstance(block, Block)
         experts: nn.Module = block.moe.experts
@@ -79,8 +84,7 @@ class Replica:
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         with torch.device("meta"):
             model = LM(config)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model = model.to(dtype).to_empty(device=device).requires_grad_(False)
+        self.model = model.to(compute_dtype(device)).to_empty(device=device).requires_grad_(False)
         self.model.tie()
 
     @torch.no_grad()

@@ -15,8 +15,8 @@ from fusedce.train.mesh import Layout, World, alone
 from fusedce.train.run import TRAINERS
 from fusedce.train.weights import whole
 
-# Sizes that no number of ranks divides: 13 words, 5 sequences, 15 rows of an expert's second matrix, so that FSDP cuts a
-# part of a part.
+# Sizes that no number of ranks divides: 13 words, 5 sequences, 15 rows of an expert's second matrix, of which FSDP
+# therefore cuts a part of a part.
 MODEL = ModelConfig(hidden_size=15, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, ffn_size=12, num_experts=4)
 RATE = 0.1
 

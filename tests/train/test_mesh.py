@@ -15,6 +15,7 @@ from fusedce.train import run as run_module
 from fusedce.train.config import ConfigError, GrpoConfig, TrainConfig
 from fusedce.train.grpo import GrpoTrainer
 from fusedce.train.mesh import World, choose_layout
+from fusedce.train.packing import Packing
 from fusedce.train.sharding import build
 from fusedce.train.weights import whole
 from tests.distributed.processes import ROOT, run
@@ -88,6 +89,7 @@ def check_world(device: str) -> None:
     check_together(ranks)
     folder = Path(os.environ["RUN"])
     check_weights()
+    check_bf16()
     check_hf(folder / "hf")
     check_run(folder / "run")
 
@@ -118,6 +120,30 @@ def check_weights() -> None:
         for name, weight in ranks.weights.items():
             assert torch.equal(whole(weight), alone.weights[name]), name
             assert weight.to_local().numel() < weight.numel() or weight.numel() < 16  # type: ignore[attr-defined]
+
+
+def check_bf16() -> None:
+    """What FSDP does on a GPU: bf16 weights and stream, rotations and routing weights in fp32, gradients fp32."""
+    ids = torch.randint(13, (3, 8), generator=torch.Generator().manual_seed(1))
+    packing = Packing.of(ids == 5)
+    seen: list[object] = []
+    for ep, recompute in ((1, 1.0), (2, 0.5)):
+        config = replace(grpo().model, recompute=recompute, moe_chunks=2)
+        losses = []
+        for dtype in (torch.float32, torch.bfloat16):
+            model = build(config, world(ep), 5, dtype)
+            block = model.layers[0]
+            block.register_forward_pre_hook(lambda _, args: seen.append((args[0].dtype, args[1][0].dtype)))
+            block.moe.experts.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+            result = model.head(model(ids, packing=packing), ids)
+            assert result.logprob.dtype == torch.float32
+            loss = model.head.cross_entropy(model(ids, packing=packing), ids) + result.entropy.sum()
+            loss.backward()
+            losses.append(loss.item())
+            assert {p.grad.dtype for p in model.parameters()} == {torch.float32}  # type: ignore[union-attr]
+            assert seen[0] == (dtype, torch.float32) and seen[1] == dtype
+            seen.clear()
+        assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
 def check_hf(folder: Path) -> None:

@@ -67,7 +67,7 @@ class GrpoTrainer(Trainer):
             total, norm, skip = self.backward_and_step(self.losses(update, sums))
             loss, skipped = loss + total, skipped + skip
         counts = rewards.sum(), tasks.exact(answers, truth).sum(), batch.ids.numel(), len(answers)
-        seen = self.world.sum(torch.cat((sums, torch.tensor(counts, device=self.device)))).tolist()
+        seen = self.world.sum(torch.cat((sums, torch.tensor(counts, device=self.device, dtype=torch.float64)))).tolist()
         *means, reward, exact, tokens, num_answers = seen
         return {
             "reward": reward / num_answers,

@@ -57,8 +57,9 @@ def _torch_varlen() -> Callable[..., Any] | None:
 
 
 def varlen(query: Tensor) -> Callable[..., Any] | None:
-    """torch's attention over offsets where it can run, on a GPU in 16 bits: linear in memory. None elsewhere."""
-    fits = query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16)
+    """torch's attention over offsets where it can run, an NVIDIA GPU in 16 bits; linear in memory. None elsewhere."""
+    on_gpu = query.device.type == "cuda" and torch.version.hip is None
+    fits = on_gpu and query.dtype in (torch.bfloat16, torch.float16)
     return _torch_varlen() if fits else None
 
 

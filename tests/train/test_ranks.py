@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusedce.train import checkpoint
 from fusedce.train.config import TrainConfig
 from fusedce.train.mesh import World
+from fusedce.train.sft import SftTrainer
 from fusedce.train.sharding import build
 from fusedce.train.weights import whole
 from tests.distributed.processes import run
@@ -67,7 +69,7 @@ def check_steps(device: str) -> None:
                 assert_same(step(config, each), expected[kind], what)
         if two:
             check_paths(folder, ranks)
-        check_nonfinite(folder, ranks[1])
+        check_other_mesh(check_nonfinite(folder, ranks[1]), ranks[0])
         check_two_forwards(ranks[1])
 
 
@@ -98,12 +100,11 @@ def check_paths(folder: str, ranks: list[World]) -> None:
     assert max(norms) - min(norms) <= 1e-6 * min(norms), norms
 
 
-def check_nonfinite(folder: str, ranks: World) -> None:
+def check_nonfinite(folder: str, ranks: World) -> SftTrainer:
     """FS-A01, FS-A02: an infinite gradient on one rank; all skip, no bit of weights or optimizer changes, all go on."""
-    made = trainer(sft(folder), ranks)
-    made.optimizer = torch.optim.AdamW(made.weights.values(), fused=False, foreach=False)
+    made = SftTrainer(sft(folder), Path(ranks.texts(folder)[0]) / "run", ranks)
     before = {name: whole(p).clone() for name, p in made.weights.items()}
-    losses = list(made.losses(*made.training.batch(0)))  # type: ignore[attr-defined]
+    losses = list(made.losses(*made.training.batch(0)))
     last = dist.get_rank() == dist.get_world_size() - 1
     _, norm, skipped = made.backward_and_step(iter([loss * (math.inf if last else 1) for loss in losses]))
     assert skipped == 1.0 and not math.isfinite(norm)
@@ -113,6 +114,24 @@ def check_nonfinite(folder: str, ranks: World) -> None:
     dist.all_gather(norms, torch.tensor(good["grad_norm"], dtype=torch.float64))
     assert isinstance(good["grad_norm"], float) and len({norm.item() for norm in norms}) == 1
     assert good["skipped"] == 0 and not torch.equal(whole(made.weights["norm.weight"]), before["norm.weight"])
+    return made
+
+
+def check_other_mesh(saved: SftTrainer, ranks: World) -> None:
+    """FS-A03, FS-A04: weights and AdamW's state keep their bits on another mesh; 261 words divide over no ranks."""
+    saved.step = 1
+    manifest, state = checkpoint.load(saved.save())
+    other = SftTrainer(saved.config, saved.run_folder, ranks)
+    other.restore(manifest, state)
+    assert other.step == 1
+    for name, weight in other.weights.items():
+        before = saved.weights[name]
+        assert torch.equal(whole(weight), whole(before)), name
+        moments, expected = other.optimizer.state[weight], saved.optimizer.state[before]
+        assert moments.keys() == expected.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(whole(moments[key]), whole(value)) for key, value in expected.items()), name
+    again = [t.train_step()["loss"] for t in (saved, other)]
+    assert abs(again[0] / again[1] - 1) <= 1e-5
 
 
 def check_two_forwards(ranks: World) -> None:
@@ -134,11 +153,11 @@ def check_two_forwards(ranks: World) -> None:
 # ── the tests ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_fs_a01_a02_a07_a08_a09_a14_two_ranks_as_one() -> None:
+def test_fs_a01_a02_a03_a04_a07_a08_a09_a14_two_ranks_as_one() -> None:
     run(__name__, "check_all", 2)
 
 
-def test_fs_a01_a02_a07_a08_four_ranks_as_one() -> None:
+def test_fs_a01_a02_a03_a04_a07_a08_four_ranks_as_one() -> None:
     run(__name__, "check_all", 4)
 
 

@@ -1,4 +1,6 @@
-"""The only reader of os.environ at run time. Four variables, all optional; setup.py reads FUSEDCE_BUILD_EXT itself."""
+"""The only reader of os.environ at run time. Four variables, all optional, and what a launcher sets; setup.py reads
+FUSEDCE_BUILD_EXT itself.
+"""
 
 import os
 
@@ -36,3 +38,9 @@ def triton_interpreted() -> bool:
 def one_device_queue() -> bool:
     """CUDA_DEVICE_MAX_CONNECTIONS=1, CUDA's own variable: all streams of the process share one queue to the GPU."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
+def launched() -> tuple[int, int, int, int]:
+    """(rank, ranks, rank in the node, ranks of the node): torchrun's RANK and its like; (0, 1, 0, 1) without it."""
+    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    return rank, world, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))

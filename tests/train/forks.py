@@ -88,7 +88,8 @@ def _launch(function: str, arguments: list[Any], num_ranks: int, grace: float) -
 def _rank(folder: Path, rank: int, num_ranks: int, function: str, arguments: list[Any]) -> None:
     """Run the function in this forked process, and end it without the teardown of the interpreter."""
     os.dup2(os.open(folder / f"{rank}.err", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MEETING_PLACE": str(folder / "store")}
+    # Not the names that a launcher uses: what runs here may be a trainer of its own.
+    os.environ |= {"FORK_RANK": str(rank), "FORKS": str(num_ranks), "MEETING_PLACE": str(folder / "store")}
     module, name = function.split(":")
     status = 1
     try:
@@ -103,13 +104,15 @@ def _rank(folder: Path, rank: int, num_ranks: int, function: str, arguments: lis
 
 
 def join(timeout: float = PATIENCE) -> None:
-    """Make this rank one of its launch's group. Fresh memory is NaN."""
+    """Make this rank one of its launch's group, if it is not the only one. Fresh memory is NaN."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_num_threads(1)
+    if os.environ["FORKS"] == "1":
+        return
     dist.init_process_group(
-        "gloo", init_method=f"file://{os.environ['MEETING_PLACE']}", rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]), timeout=datetime.timedelta(seconds=timeout),
+        "gloo", init_method=f"file://{os.environ['MEETING_PLACE']}", rank=int(os.environ["FORK_RANK"]),
+        world_size=int(os.environ["FORKS"]), timeout=datetime.timedelta(seconds=timeout),
     )  # fmt: skip
 
 

@@ -157,15 +157,13 @@ def one_step(model: Model, optimizer: torch.optim.Optimizer, step: int, kind: st
 
 def rank(run: str, steps: int, num_expert_ranks: int = 1, fault: Fault | None = None, timeout: float = 30.0) -> Any:
     """`train` as one of a group's ranks, or alone."""
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        forks.join(timeout)
+    forks.join(timeout)
     return train(run, steps, num_expert_ranks, fault)
 
 
 def digests(run: str, num_expert_ranks: int) -> dict[str, str]:
     """The SHA-256 of each whole tensor after a resume, put together by torch: not by what made the parts."""
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        forks.join()
+    forks.join()
     model, optimizer = build(num_expert_ranks)
     resume(model, optimizer, Path(run), [])
     wholes = {}

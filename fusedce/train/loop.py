@@ -19,15 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce import check_flags
+from fusedce import check_flags, checks
 from fusedce.distributed import clip_grad_norm_
+from fusedce.distributed.collectives import local_part
 from fusedce.train import checkpoint, hf
 from fusedce.train.config import TrainConfig, to_dict, update_units
 from fusedce.train.mesh import World, alone, pick_device
 from fusedce.train.model import LM, ExpertLoad
 from fusedce.train.sharding import build
 from fusedce.train.track import Silent, Tracker
-from fusedce.train.weights import load_weights
+from fusedce.train.weights import load_weights, part
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -192,11 +193,15 @@ class Trainer(ABC):
         return self.weights.get(name.rsplit("/", 1)[0])
 
     def restore(self, manifest: checkpoint.Manifest, state: checkpoint.State) -> None:
-        """Take up weights, optimizer and step of a checkpoint, as `place` has them laid out."""
+        """Take up weights, optimizer and step of a checkpoint: whole tensors, or laid out by `place`."""
         load_weights(self.model, state["model"])
         for name, value in state["optimizer"].items():
             weight, key = name.rsplit("/", 1)
-            self.optimizer.state[self.weights[weight]][key] = value.to(self.device)
+            parameter, held = self.weights[weight], value.to(self.device)
+            if value.dim() and not checks.is_distributed(value):
+                held = torch.zeros_like(parameter)
+                local_part(held).copy_(value[part(parameter)])
+            self.optimizer.state[parameter][key] = held
         self.step = manifest.step
 
 

@@ -12,13 +12,15 @@ from fusedce.nn import Router
 from fusedce.train import replay
 from fusedce.train.losses import PolicyOptions, policy_loss, token_weights
 from fusedce.train.model import LM, generate
+from fusedce.train.weights import init_weights
 from tests.train.conftest import TINY
 
 ROWS, PROMPT, ANSWER = 6, 5, 4
 
 
 def build(**changes: object) -> LM:
-    return LM(replace(TINY, vocab_size=11, num_layers=3, num_experts=8, **changes))
+    config = replace(TINY, vocab_size=11, num_layers=3, num_experts=8, **changes)
+    return init_weights(LM(config), int(torch.randint(1000, ())))
 
 
 def rollout(model: LM) -> tuple[Tensor, replay.Choices]:

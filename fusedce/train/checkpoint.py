@@ -52,7 +52,8 @@ def save(run: Path, step: int, config: dict[str, Any], state: State, keep: int) 
     which must be the same on every rank and are written once.
 
     Raises, on every rank alike: OSError (disk full, read-only) with the earlier checkpoints intact, and the partial one
-    gone once rank 0 has raised; ValueError for a tensor whose parts do not make it up, or that differs between ranks without being a DTensor.
+    gone once rank 0 has raised; ValueError for a tensor whose parts do not make it up, or that differs between ranks
+    without being a DTensor.
     """
     final = run / f"step-{step:06d}"
     unfinished = final.with_suffix(".tmp")

@@ -31,22 +31,15 @@ from fusedce.train.manifest import (
     CheckpointError,
     Entry,
     Manifest,
-    OtherFormatError,
+    UnreadableHereError,
     read,
     read_file,
 )
 
 __all__ = [
-    "CheckpointError",
-    "Manifest",
-    "OtherFormatError",
-    "State",
-    "load",
-    "load_newest",
-    "published",
-    "read",
-    "save",
-]
+    "CheckpointError", "Manifest", "State", "UnreadableHereError", "load", "load_alone", "load_newest", "nothing_in",
+    "published", "read", "save", "sync", "write_file",
+]  # fmt: skip
 
 State = dict[str, dict[str, Tensor]]  # kind ("model", "optimizer") -> tensor name -> tensor
 Place = Callable[[str, str], Tensor | None]  # (kind, tensor name) -> a DTensor that lies as the loaded one shall
@@ -58,8 +51,9 @@ def save(run: Path, step: int, config: dict[str, Any], state: State, keep: int) 
     state: DTensors of any mesh and sharding, of which each process writes its part, replicas once; and plain tensors,
     which must be the same on every rank and are written once.
 
-    Raises, on every rank alike: OSError (disk full, read-only) with the earlier checkpoints intact and the partial one
-    gone; ValueError for a tensor whose parts do not make it up, or that differs between ranks without being a DTensor.
+    Raises, on every rank alike: OSError (disk full, read-only) with the earlier checkpoints intact, and the partial one
+    gone once rank 0 has raised; ValueError for a tensor whose parts do not make it up, or that differs between ranks
+    without being a DTensor.
     """
     final = run / f"step-{step:06d}"
     unfinished = final.with_suffix(".tmp")
@@ -93,8 +87,7 @@ def load(folder: Path, place: Place = lambda kind, name: None, kinds: Collection
         manifests.append(read(folder))
         return hashlib.sha256(manifests[0].text()).hexdigest()
 
-    if len(set(ranks.together(look))) > 1:
-        raise CheckpointError(f"{folder}: the processes see different checkpoints; they need one folder for all")
+    _must_agree(folder, ranks.together(look))
     ranks.together(lambda: states.append(_fetch(folder, manifests[0], place, kinds)))
     return manifests[0], states[0]
 
@@ -112,19 +105,26 @@ def load_newest(
 
     `latest` is set to it: a kill may have come before it could move, or it names one that is damaged.
     """
-    for name in ranks.together(lambda: [p.name for p in published(run)])[0]:
+    names = ranks.together(lambda: [p.name for p in published(run)])
+    _must_agree(run, names)  # else what one of them lacks would look like damage
+    for name in names[0]:
         folder = run / name
         try:
             found = load(folder, place)
             ranks.together(partial(_point_latest, folder), only=0)
             return found
-        except OtherFormatError:
+        except UnreadableHereError:
             raise
         except CheckpointError as error:
             aside = folder.with_suffix(".damaged")
             ranks.together(partial(_put_aside, folder, aside), only=0)
             say(f"damaged checkpoint, taking the one before: {error}; kept as {aside.name}")
     raise nothing_in(run)
+
+
+def _must_agree(folder: Path, seen: list[Any]) -> None:
+    if any(each != seen[0] for each in seen):
+        raise UnreadableHereError(f"{folder}: the processes see different checkpoints; they need one folder for all")
 
 
 def nothing_in(run: Path) -> CheckpointError:

@@ -35,8 +35,8 @@ class CheckpointError(ValueError):
 
 
 @ranks.crosses
-class OtherFormatError(CheckpointError):
-    """A checkpoint of another version of this package: whole, but not to be read here, nor to be put aside."""
+class UnreadableHereError(CheckpointError):
+    """What is no damage, and not to be put aside: another version's checkpoint, or a folder that ranks do not share."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def read(folder: Path) -> Manifest:
     if not sealed:
         raise CheckpointError(f"{path}: SHA-256 differs from what was written")
     if body.get("format") != FORMAT:
-        raise OtherFormatError(f"{path}: format {body.get('format')}; this version reads {FORMAT}")
+        raise UnreadableHereError(f"{path}: format {body.get('format')}; this version reads {FORMAT}")
     try:
         found = _parsed(body)
         _check(found)

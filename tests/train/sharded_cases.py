@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fusedce.distributed import clip_grad_norm_
 from fusedce.train import checkpoint, lock, ranks
@@ -57,6 +58,7 @@ def plain_parts_are_refused(run: str) -> None:
     experts = nn.Parameter(torch.full((2, 3), float(ranks.rank())))
     with pytest.raises(ValueError, match="model: experts differs on rank 1; .* has to be a DTensor"):
         checkpoint.save(Path(run), 2, {}, {"model": {"w": torch.ones(3), "experts": experts}}, keep=3)
+    ranks.gather(None)  # rank 0 clears up
     assert [p.name for p in checkpoint.published(Path(run))] == ["step-000001"]
     assert not list(Path(run).glob("*.tmp"))
 
@@ -83,3 +85,21 @@ def errors_cross(run: str) -> None:
     assert ranks.highest(15 * me) == 15
     with lock.held(Path(run)):
         assert (Path(run) / lock.NAME).exists()
+
+
+def folders_that_are_not_shared(run: str) -> None:
+    """Each rank on a disk of its own: refused, and nothing is called damaged."""
+    forks.join()
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"model": {"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}}
+    with pytest.raises(OSError, match="No such file or directory"):  # rank 0 makes the folder, on its own disk
+        checkpoint.save(Path(run) / str(ranks.rank()), 1, {}, state, keep=3)
+    checkpoint.save(Path(run) / "0", 1, {}, state, keep=3)
+    for look in (
+        lambda folder: checkpoint.load_newest(folder, print),
+        lambda folder: checkpoint.load(folder / "latest"),
+    ):
+        with pytest.raises(checkpoint.CheckpointError) as caught:
+            look(Path(run) / str(ranks.rank()))
+        assert "they need one folder for all" in str(caught.value) or "No such file" in str(caught.value)
+    assert checkpoint.load_newest(Path(run) / "0", print)[0].step == 1

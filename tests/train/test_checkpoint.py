@@ -74,7 +74,7 @@ def test_another_format_and_an_empty_folder(tmp_path: Path) -> None:
     path.write_text(json.dumps({"sha256": manifest_.seal(body), **body}))
     with pytest.raises(checkpoint.CheckpointError, match="format 99"):
         checkpoint.load(path.parent)
-    with pytest.raises(checkpoint.OtherFormatError, match="format 99"):
+    with pytest.raises(checkpoint.UnreadableHereError, match="format 99"):
         checkpoint.load_newest(tmp_path, print)
     assert path.exists(), "whole, and not to be put aside"
     with pytest.raises(checkpoint.CheckpointError, match="no checkpoint that can be read"):

@@ -49,6 +49,11 @@ def test_experts_that_are_no_dtensors_are_refused(server: Server, tmp_path: Path
     launch(server, "sharded_cases:plain_parts_are_refused", str(tmp_path))
 
 
+def test_folders_that_ranks_do_not_share(server: Server, tmp_path: Path) -> None:
+    launch(server, "sharded_cases:folders_that_are_not_shared", str(tmp_path))
+    assert not list(tmp_path.rglob("*.damaged")) and not list(tmp_path.rglob("*.tmp"))
+
+
 def test_an_error_on_one_rank_is_one_on_all(server: Server, tmp_path: Path) -> None:
     launch(server, "sharded_cases:errors_cross", str(tmp_path))
 

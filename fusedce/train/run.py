@@ -41,6 +41,8 @@ def _run(config: TrainConfig, world: World, console: Console) -> int:
             raise ConfigError(
                 f"out: {folder} holds a run already; add --resume to go on with it, or name another --out"
             )
+        if config.export and Path(config.export).exists():
+            raise ConfigError(f"export: {config.export} is there already; name another")
         trainer = TRAINERS[mode](config, folder, world)
     for mine in (world.first, not world.first) if config.resume else ():  # the first one puts damaged ones aside
         with world.together():

@@ -76,6 +76,15 @@ def test_what_a_launcher_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.launched() == (11, 16, 3, 8)
 
 
+def test_half_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert run_module.main(["--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("fusedce train: rank 1: cannot join the 2 processes: ") and said.count("\n") == 1
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("updates", [1, 2])
 def test_fs_a13_each_prompt_is_one_ranks(ranks: int, updates: int, tmp_path: Path) -> None:

@@ -229,6 +229,9 @@ def check(config: TrainConfig) -> None:
     rows = math.prod(update_units(config))
     divides = not config.micro_batch or rows % config.micro_batch == 0
     _require(divides, config, "micro_batch", f"0 or a divisor of {rows}, the sequences of one update")
+    _require(not (config.init and config.hf), config, "init", "empty beside hf: a run starts from one model")
+    plain = not (config.export and model.learned_positions)
+    _require(plain, config, "model.learned_positions", "0 with --export: Qwen3-MoE has none")
     _require(bool(config.out) or not config.resume, config, "out", "the folder of the run to resume (--out runs/…)")
 
 

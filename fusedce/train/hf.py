@@ -76,9 +76,7 @@ def with_model(config: Config) -> Config:
 
 
 def their_config(config: ModelConfig) -> dict[str, Any]:
-    """config.json's contents."""
-    if config.learned_positions:
-        raise ConfigError("export: Qwen3-MoE has no learned positions; train with --model.learned-positions 0")
+    """config.json's contents; learned positions have no place in it."""
     sizes = {theirs: getattr(config, ours) for ours, theirs, _ in KEYS}
     fixed = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu"}
     rope = {

@@ -170,7 +170,10 @@ def joined(config: TrainConfig) -> Iterator[World]:
         backend = "nccl" if device.type == "cuda" else "gloo"
         # One process without a launcher needs no address to meet at.
         store = dist.HashStore() if size == 1 else None  # type: ignore[attr-defined]
-        dist.init_process_group(backend, rank=rank, world_size=size, store=store)
+        try:
+            dist.init_process_group(backend, rank=rank, world_size=size, store=store)
+        except ValueError as error:  # RANK and WORLD_SIZE were set by something that is no launcher
+            raise ConfigError(f"cannot join the {size} processes: {error}") from error
     try:
         yield World(device, layout, sharded)
     finally:

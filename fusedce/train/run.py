@@ -39,6 +39,8 @@ def _run(config: TrainConfig, world: World, console: Console) -> int:
     folder, mode = Path(world.texts(str(free_folder(config)))[0]), mode_of(config)
     with world.together():
         _check_folder(folder, config)
+        if config.export and Path(config.export).exists():
+            raise ConfigError(f"export: {config.export} is there already; name another")
         trainer = TRAINERS[mode](config, folder, world)
     with lock.held(folder):
         with world.together():

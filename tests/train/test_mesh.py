@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fusedce import env
 from fusedce.train import hf, track
 from fusedce.train import run as run_module
 from fusedce.train.config import ConfigError, GrpoConfig, TrainConfig
 from fusedce.train.grpo import GrpoTrainer
-from fusedce.train.mesh import World, choose_layout
+from fusedce.train.mesh import World, choose_layout, pick_device
 from fusedce.train.packing import Packing
 from fusedce.train.sharding import build
 from fusedce.train.weights import whole
@@ -52,6 +53,36 @@ def test_an_ep_that_is_asked_for() -> None:
     assert choose_layout(16, 8, QWEN3_30B, ep=16).efsdp == 1  # across nodes, but someone said so
     with pytest.raises(ConfigError, match="ep is 3; expected 0 or a divisor of the 8 ranks and of the 8 experts: 1, 2"):
         choose_layout(8, 8, 8, ep=3)
+
+
+def test_each_process_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [pick_device("auto", n) for n in (0, 1)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert pick_device("cpu", 1) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="process 2 of this node has no GPU, there are 2"):
+        pick_device("cuda", 2)
+
+
+def test_what_a_launcher_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert env.launched() == (0, 1, 0, 1)
+    monkeypatch.setenv("RANK", "11")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert env.launched() == (11, 16, 11, 16)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert env.launched() == (11, 16, 3, 8)
+
+
+def test_half_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert run_module.main(["--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("fusedce train: rank 1: cannot join the 2 processes: ") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -161,6 +161,11 @@ def test_bars_and_sparklines() -> None:
     assert track.clock(3725) == "1:02:05" and track.clock(59.6) == "1:00"
 
 
+QWEN = {
+    "model_type": "qwen3_moe", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "moe_intermediate_size": 12, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "norm_topk_prob": True, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
+}  # fmt: skip
 BAD = {
     "optim.lr is -0.1": ["--optim.lr", "-0.1"],
     "unknown key --lenght; did you mean --length?": ["--lenght", "3"],
@@ -178,6 +183,12 @@ BAD = {
     "group_size is 1": ["--group-size", "1"],
     "model.learned_positions is 16; expected 0 or at least 17": ["--length", "8"],
     "steps is 0": ["--steps", "0"],
+    "ep is 3; expected 0 or a divisor of the 1 ranks and of the 8 experts: 1": ["--ep", "3"],
+    "model.moe_chunks is 65": ["--model.moe-chunks", "65"],
+    "learned_positions is 16; expected 0 with --export": ["--export", "x"],
+    "export: . is there already": ["sft", "--export", "."],
+    "init is 'x'; expected empty beside hf": ["--init", "x", "--hf", "CONFIG"],
+    "nothing/config.json: No such file": ["--hf", "OUT/nothing"],
     "out is ''": ["--resume"],
     "no checkpoint that can be read": ["--resume", "--out", "OUT"],
     "nothing/manifest.json: No such file": ["--init", "OUT/nothing"],
@@ -192,9 +203,17 @@ def test_a_run_that_cannot_start_says_why_in_one_line(
     message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", *(word.replace("OUT", str(tmp_path / "run")) for word in BAD[message])]) == 2
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    places = {"OUT": str(tmp_path / "run"), "CONFIG": str(tmp_path / "config.json")}
+
+    def placed(text: str) -> str:
+        for word, place in places.items():
+            text = text.replace(word, place)
+        return text
+
+    assert cli.main(["train", *map(placed, BAD[message])]) == 2
     err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
+    assert placed(message) in err and err.count("\n") == 1
     assert not any(tmp_path.rglob("metrics.jsonl"))
 
 
@@ -235,6 +254,19 @@ def test_another_models_weights(grpo: GrpoConfig, tmp_path: Path, console: Conso
     trainer = GrpoTrainer(other, tmp_path / "other")
     weights = final(grpo)["model"]
     assert all(torch.equal(p, weights[name]) for name, p in trainer.model.named_parameters())
+
+
+def test_from_transformers_config_to_its_files_and_on(sft: SftConfig, tmp_path: Path, console: Console) -> None:
+    """Sizes from config.json alone, weights out, and a run that starts with them: at the loss where the first ended."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    first = replace(sft, hf=str(tmp_path / "config.json"), export=str(tmp_path / "model"), out=str(tmp_path / "first"))
+    assert run.run(first, console) == 0
+    second = replace(sft, hf=first.export, out=str(tmp_path / "second"), eval_every=1, optim=OptimConfig(lr=1e-12))
+    assert run.run(second, console) == 0
+    config = run.parse(["--resume", "--out", second.out]).model
+    assert (config.rope_theta, config.num_experts, config.tied) == (7.0, 4, False) and config.renormalize
+    ended, began = metrics(first)[-1]["held_out_loss"], metrics(second)[0]["held_out_loss"]
+    assert began == pytest.approx(ended, rel=1e-6) and ended < metrics(first)[2]["held_out_loss"]
 
 
 def test_resume_takes_the_runs_own_config(grpo: GrpoConfig, console: Console) -> None:

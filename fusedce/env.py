@@ -1,4 +1,6 @@
-"""The only reader of os.environ at run time. Five variables, all optional; setup.py reads FUSEDCE_BUILD_EXT itself."""
+"""The only reader of os.environ at run time. Five variables, all optional, and what a launcher sets; setup.py reads
+FUSEDCE_BUILD_EXT itself.
+"""
 
 import os
 from pathlib import Path
@@ -53,3 +55,9 @@ def cache_folder() -> Path:
 def setting(name: str) -> str | None:
     """A variable as it is, also one of the libraries beneath: for `fusedce doctor` to show, never to decide by."""
     return os.environ.get(name)
+
+
+def launched() -> tuple[int, int, int, int]:
+    """(rank, ranks, rank in the node, ranks of the node): torchrun's RANK and its like; (0, 1, 0, 1) without it."""
+    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    return rank, world, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))

@@ -72,6 +72,8 @@ STAGES = (
     Stage("gpu", "gpu", f"{PYTEST} -m 'gpu and not slow'", "triton", parallel=True),
     Stage("multi-gpu", "multi-gpu", f"{PYTEST} -m multigpu", "triton"),
     Stage("soak", "soak", f"{PYTEST} -m 'gpu and slow'", "triton"),
+    # Needs no GPU.
+    Stage("faults", "soak", f"{PYTEST} -m soak", "tyro", parallel=True),
     Stage("sanitizer", "soak", "{python} -m tests.sanitizer", "triton"),
     # Two processes at most, by itself.
     Stage("mutants", "soak", "{python} tools/mutants.py", "triton"),

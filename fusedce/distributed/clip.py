@@ -85,7 +85,8 @@ def _sum_of_squares(parameters: list[Tensor]) -> Tensor:
         if any(placement.is_partial() for placement in placements):
             raise ValueError(f"fusedce.clip_grad_norm_: a gradient is placed {placements}; reduce it first")
         mesh = grad.device_mesh  # type: ignore[attr-defined]
-        key = (mesh, tuple(dim for dim, placement in enumerate(placements) if placement.is_shard()))
+        # What is no replica is a part: FSDP's part of a part (_StridedShard) does not call itself a shard.
+        key = (mesh, tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate()))
         squares[key] = squares.get(key, torch.zeros_like(square)) + square
     for (mesh, dims), square in squares.items():
         for dim in dims:

@@ -4,24 +4,26 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-
-from fusedce.distributed.expert_plan import ExpertPlan
+from typing import Any
 
 __all__ = ["KeptPlans", "keep_plans", "kept_plans"]
 
 
 class KeptPlans:
-    """The plans of one region's forward, in the order of its layers. recomputing: whether they are being used again."""
+    """The plans of one region's forward, in the order of its layers. recomputing: whether they are being used again.
+
+    A plan is what a layer needs to route as before: an `ExpertPlan`, or the chosen experts (N, K) where all are here.
+    """
 
     def __init__(self) -> None:
-        self.plans: list[ExpertPlan] = []
+        self.plans: list[Any] = []
         self.recomputing = False
         self._taken = 0
 
-    def add(self, plan: ExpertPlan) -> None:
+    def add(self, plan: Any) -> None:
         self.plans.append(plan)
 
-    def take(self) -> ExpertPlan:
+    def take(self) -> Any:
         """The next layer's plan; RuntimeError where the recompute runs more layers than the forward did."""
         if self._taken == len(self.plans):
             raise RuntimeError(

@@ -1,5 +1,5 @@
 """What to type: the run of `fusedce train` where it can do what was planned, and the mesh and launcher for an engine
-where it cannot. `fusedce train` runs in one process; it has no expert or context parallelism, and no FSDP.
+where it cannot. `fusedce train` has FSDP and expert parallelism; it has no context or tensor parallelism, no pipeline.
 """
 
 from fusedce.plan.layout import Job, Layout
@@ -19,14 +19,18 @@ def commands(answer: Answer) -> list[str]:
         ]
     nodes, per_node = _nodes(job, layout)
     shape = ", ".join(str(getattr(layout, dim)) for dim in MESH)
-    where = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    torchrun = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    if layout.world > 1 and layout.dp == layout.world and trainable(job):
+        return [f"{torchrun} -m fusedce.train sft {train_flags(job, layout)} --ep {layout.ep}"]
     lines = [
-        f"torchrun --nnodes {nodes} --nproc-per-node {per_node} {where} TRAIN.py",
+        f"{torchrun} TRAIN.py",
         f"# its mesh: init_device_mesh(DEVICE, ({shape}), mesh_dim_names={MESH}),",
         f"# with EP {layout.ep} folded into dp, cp and tp",
     ]
     if layout.world > 1:
-        lines.append("# TRAIN.py is an engine of yours: fusedce train runs in one process")
+        lines.append(
+            "# TRAIN.py is an engine of yours: fusedce train has no CP, TP or PP, and the shape of Qwen3-MoE alone"
+        )
     return lines
 
 
@@ -54,6 +58,7 @@ def train_flags(job: Job, layout: Layout) -> str:
         "model.num-experts": model.experts,
         "model.top-k": model.top_k,
         "model.recompute": round(layout.recomputed / model.layers, 4),
+        "model.moe-chunks": layout.chunks,
     }
     tied = " --model.tied" if model.tied else ""
     return " ".join(f"--{name} {value}" for name, value in options.items()) + tied

@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from fusedce import env
+from fusedce.options import SAVES
+from fusedce.train import ranks
+from fusedce.train.losses import Normalize, PolicyOptions, Variant
+
+MAX_CHUNKS = 64  # of the exchange between experts' ranks
 
 
+@ranks.crosses
 class ConfigError(ValueError):
     """A run that cannot start; the message is one line that names the key and the way out."""
 
@@ -42,8 +48,14 @@ class ModelConfig:
     learned_positions: int = 0
     """tokens that get a learned position embedding beside RoPE; 0 for none, as in Qwen3"""
     norm_eps: float = 1e-6
+    renormalize: bool = True
+    """whether the weights of a token's experts sum to 1, as in Qwen3-MoE"""
     recompute: float = 1.0
     """fraction of the layers whose activations are computed again in the backward instead of kept"""
+    moe_chunks: int = 1
+    """parts in which tokens go through the experts: less memory with all experts on a rank, overlap over several"""
+    moe_save: Literal["pre_activation", "plan"] = "pre_activation"
+    """what the experts keep for the backward; plan: nothing, the backward runs their first product again"""
     backend: str = "auto"
     """of the fused ops: auto, eager, triton or native"""
 
@@ -90,7 +102,15 @@ class TrainConfig:
     csv: bool = False
     """write metrics.csv beside metrics.jsonl"""
     micro_batch: int = 0
-    """sequences in one forward and backward; 0 takes the whole batch at once"""
+    """sequences in one forward and backward of a process; 0 takes its share of the batch at once"""
+    ep: int = 0
+    """processes that share the experts; 0 lets it follow from their number, the node and the model"""
+    shard: Literal["auto", "always"] = "auto"
+    """FSDP2 where there are several processes, or also with one, which then computes as they do"""
+    hf: str = ""
+    """a folder of transformers' config.json and safetensors (Qwen3-MoE) to take the model and its weights from"""
+    export: str = ""
+    """a folder to write the trained weights to as transformers would; empty writes none"""
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
@@ -113,13 +133,22 @@ class GrpoConfig(TrainConfig):
     """of sampling, and of the log-probs in the loss"""
     std_advantage: bool = False
     """divide a group's advantages by their standard deviation (GRPO) or not (Dr. GRPO)"""
+    variant: Variant = "clip"
+    """PPO's clipped ratio of each token, a capped one as its weight (cispo), or one a sequence (gspo)"""
     clip_low: float = 0.2
     clip_high: float = 0.28
-    """the ratio is clipped to [1 - clip_low, 1 + clip_high]"""
-    normalize: Literal["token", "sequence"] = "token"
-    """the mean over all tokens of the step (DAPO), or over sequences of each one's mean (GRPO)"""
+    """the ratio is clipped to [1 - clip_low, 1 + clip_high]; cispo takes the upper bound alone"""
+    dual_clip: float = 0.0
+    """above 1: a negative advantage counts at most so many times; 0 for no such bound"""
+    normalize: Normalize = "token"
+    """the mean over all tokens of the step (DAPO), over sequences of each one's mean (GRPO), or over `length` tokens of
+    every answer (fixed, Dr. GRPO)"""
     kl_coef: float = 0.0
-    """weight of the k3 estimate of KL to the starting model; 0 costs nothing"""
+    """weight of the estimate of KL to the starting model; 0 costs nothing"""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """the estimate of KL; k3 is never negative"""
+    kl_corrected: bool = True
+    """weigh the estimate by the ratio, for the gradient of KL(policy to reference); without it, GRPO's as published"""
     entropy_coef: float = 0.01
     """weight of the entropy bonus; 0 costs nothing"""
     eval_prompts: int = 512
@@ -158,8 +187,8 @@ def mode_of(config: TrainConfig) -> str:
 
 _AT_LEAST_1 = """steps save_every keep eval_every log_every length num_prompts group_size num_updates eval_prompts
     seq_len batch_size eval_batches hidden_size num_layers num_heads num_kv_heads head_dim ffn_size num_experts
-    top_k""".split()
-_AT_LEAST_0 = """vocab_size learned_positions threads micro_batch warmup_steps seed weight_decay final_lr kl_coef
+    top_k moe_chunks""".split()
+_AT_LEAST_0 = """vocab_size learned_positions threads micro_batch ep warmup_steps seed weight_decay final_lr kl_coef
     entropy_coef clip_low clip_high""".split()
 _ABOVE_0 = "lr clip_norm temperature rope_theta norm_eps".split()
 
@@ -185,25 +214,33 @@ def check(config: TrainConfig) -> None:
     _require(model.top_k <= model.num_experts, config, "model.top_k", f"at most num_experts = {model.num_experts}")
     _require(0 <= model.recompute <= 1, config, "model.recompute", "a fraction from 0 to 1")
     _require(model.backend in env.BACKENDS, config, "model.backend", f"one of {backends}")
+    _require(model.moe_save in SAVES, config, "model.moe_save", f"one of {', '.join(SAVES)}")
+    _require(model.moe_chunks <= MAX_CHUNKS, config, "model.moe_chunks", f"at most {MAX_CHUNKS}")
     _require(0 <= optim.beta1 < 1, config, "optim.beta1", "a number in [0, 1)")
     _require(0 <= optim.beta2 < 1, config, "optim.beta2", "a number in [0, 1)")
     if isinstance(config, GrpoConfig):
         _require(config.group_size >= 2, config, "group_size", "at least 2 (a group is its own baseline)")
-        _require(config.clip_low < 1, config, "clip_low", "below 1")
+        try:
+            PolicyOptions.of(config)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         divides = config.num_prompts % config.num_updates == 0
         _require(divides, config, "num_updates", f"a divisor of num_prompts = {config.num_prompts}")
-    rows = update_size(config)
+    rows = math.prod(update_units(config))
     divides = not config.micro_batch or rows % config.micro_batch == 0
     _require(divides, config, "micro_batch", f"0 or a divisor of {rows}, the sequences of one update")
+    _require(not (config.init and config.hf), config, "init", "empty beside hf: a run starts from one model")
+    plain = not (config.export and model.learned_positions)
+    _require(plain, config, "model.learned_positions", "0 with --export: Qwen3-MoE has none")
     _require(bool(config.out) or not config.resume, config, "out", "the folder of the run to resume (--out runs/…)")
 
 
-def update_size(config: TrainConfig) -> int:
-    """Sequences that one optimizer step sees."""
+def update_units(config: TrainConfig) -> tuple[int, int]:
+    """What one optimizer step sees, over all ranks: units that a rank has whole, and the sequences of one."""
     if isinstance(config, GrpoConfig):
-        return config.num_prompts * config.group_size // config.num_updates
+        return config.num_prompts // config.num_updates, config.group_size
     assert isinstance(config, SftConfig)
-    return config.batch_size
+    return config.batch_size, 1
 
 
 def fit(config: Config, num_tokens: int, length: int) -> Config:

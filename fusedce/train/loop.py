@@ -2,6 +2,8 @@
 
 A step draws from generators seeded by (seed, step); learning rate and data order are functions of the step. So the
 whole state of a run is: weights, optimizer, step. On a CPU a resumed run is bitwise the uninterrupted one.
+
+Every rank of the world runs this loop; ranks differ in their share of each update's sequences and in what they draw.
 """
 
 import hashlib
@@ -15,20 +17,18 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fusedce import check_flags
-from fusedce.train import checkpoint
-from fusedce.train.config import ConfigError, TrainConfig, to_dict, update_size
+from fusedce import check_flags, checks
+from fusedce.distributed import clip_grad_norm_
+from fusedce.distributed.collectives import local_part
+from fusedce.train import checkpoint, hf
+from fusedce.train.config import TrainConfig, to_dict, update_units
+from fusedce.train.mesh import World, alone, pick_device
 from fusedce.train.model import LM, ExpertLoad
-from fusedce.train.track import Tracker
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of a run: for "auto" the GPU where there is one."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', and torch sees no GPU here; expected cpu or auto")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+from fusedce.train.sharding import build
+from fusedce.train.track import Silent, Tracker
+from fusedce.train.weights import load_weights, part
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -64,26 +64,38 @@ class Stop:
 class Trainer(ABC):
     """One run. A mode says what a step and an evaluation are."""
 
-    def __init__(self, config: TrainConfig, run: Path) -> None:
+    def __init__(self, config: TrainConfig, run: Path, world: World | None = None) -> None:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.config, self.run_folder, self.step = config, run, 0
-        self.device = pick_device(config.device)
-        torch.manual_seed(config.seed)
-        self.model = LM(config.model)
-        if config.init:
-            load_weights(self.model, checkpoint.load(Path(config.init))[1]["model"])
-        self.model.to(self.device)
+        self.world = world or alone(pick_device(config.device))
+        self.device = self.world.device
+        self.model = self.start_model()
+        # As they are now: while FSDP has gathered a module, its attributes are others.
+        self.weights = dict(self.model.named_parameters())
         self.load = ExpertLoad(self.model)
         self.headline = self.example = ""
         optim = config.optim
+        experts = {name: p for name, p in self.weights.items() if ".experts." in name}
+        common = [p for name, p in self.weights.items() if name not in experts]
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            # One group for each mesh: the fused kernel takes no two in one call.
+            [{"params": common}, {"params": list(experts.values())}],
             lr=optim.lr,
             betas=(optim.beta1, optim.beta2),
             weight_decay=optim.weight_decay,
             fused=True,
         )
+
+    def start_model(self) -> LM:
+        """The model that the run starts from, by its seed, `init` or `hf`."""
+        config = self.config
+        model = build(config.model, self.world, config.seed)
+        if config.init:
+            load_weights(model, checkpoint.load_alone(Path(config.init), ("model",))[1]["model"])
+        elif config.hf and not config.hf.endswith(".json"):
+            hf.load(model, Path(config.hf))
+        return model
 
     @abstractmethod
     def train_step(self) -> dict[str, float]:
@@ -97,12 +109,11 @@ class Trainer(ABC):
     def describe(self) -> str:
         """The run in a few words, for titles."""
 
-    def loop(self, tracker: Tracker) -> int:
+    def loop(self, tracker: Tracker | Silent) -> int:
         """Train to the last step, or to a signal; the number of the signal, or 0."""
-        config = self.config
-        saved = self.step
+        config, stopped = self.config, 0
         with Stop() as stop:
-            while self.step < config.steps and not stop.signal:
+            while self.step < config.steps and not stopped:
                 start = time.perf_counter()
                 for group in self.optimizer.param_groups:
                     group["lr"] = learning_rate(self.step, config)
@@ -112,83 +123,88 @@ class Trainer(ABC):
                 self.step += 1
                 metrics |= {"lr": group["lr"], "tok_per_s": metrics["tokens"] / seconds, "seconds": seconds}
                 if self.device.type == "cuda":
-                    metrics["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+                    metrics["peak_gib"] = self.world.largest(torch.cuda.max_memory_allocated() / 2**30)
+                # A signal may have reached one rank alone; all end after the same step.
+                stopped = int(self.world.largest(stop.signal))
                 if self.step % config.eval_every == 0 or self.step == config.steps:
                     metrics |= self.evaluate()
                 tracker.log(self.step, metrics)
-                if self.step % config.save_every == 0 or self.step == config.steps or stop.signal:
+                if self.step % config.save_every == 0 or self.step == config.steps or stopped:
                     self.save()
-                    saved = self.step
-            if saved != self.step:  # the signal came while a checkpoint was written
-                self.save()
-        return stop.signal
+        return stopped
 
     def backward_and_step(self, losses: Iterator[Tensor]) -> tuple[Tensor, float, float]:
-        """Sum the losses' gradients, clip, step: the loss, the gradient's norm, and 1.0 if the step was skipped.
+        """Sum the losses' gradients over micro-batches and ranks, clip, step: the loss of all ranks, the gradient's
+        norm, and 1.0 if the step was skipped.
 
-        A norm that is not finite leaves weights and optimizer as they were.
+        A norm that is not finite leaves weights and optimizer as they were, on every rank: all have the same norm.
         """
         total = torch.zeros((), device=self.device)
         for loss in losses:
             loss.backward()
             total += loss.detach()
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip_norm))
+        norm = float(clip_grad_norm_(self.weights.values(), self.config.optim.clip_norm))
         skipped = not math.isfinite(norm)
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return total, norm, float(skipped)
+        return self.world.sum(total), norm, float(skipped)
 
-    def micro_batches(self) -> list[slice]:
-        """The rows of one update, `micro_batch` at a time."""
-        rows = update_size(self.config)
-        size = self.config.micro_batch or rows
-        return [slice(start, start + size) for start in range(0, rows, size)]
+    def micro_batches(self) -> Iterator[slice]:
+        """The rows of this rank's share of an update, `micro_batch` at a time, as many slices on every rank.
+
+        A rank that has no rows left for one gets the slice of the row after its last, which `spare` adds, and whose
+        tokens are not counted as load.
+        """
+        units, of_unit = update_units(self.config)
+        mine = self.world.share(units)
+        rows, most = (mine.stop - mine.start) * of_unit, self.world.largest_share(units) * of_unit
+        size = self.config.micro_batch or most
+        for start in range(0, most, size):
+            self.load.paused = start >= rows
+            yield slice(rows, rows + 1) if self.load.paused else slice(start, min(start + size, rows))
+        self.load.paused = False
 
     def autocast(self) -> torch.autocast:
-        """bf16 over fp32 parameters on a GPU; fp32 on a CPU, where bf16 products are slow."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+        """bf16 over fp32 parameters on a GPU; fp32 on a CPU, where bf16 products are slow. FSDP has its own policy."""
+        on = self.device.type == "cuda" and not self.world.sharded
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=on)
 
     def generator(self, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
         """Random numbers for one purpose in this step, whatever came before it."""
-        digest = hashlib.sha256(f"{self.config.seed} {self.step} {purpose}".encode()).digest()
+        # Answers are each rank's own; prompts are drawn by all alike, who then take their share.
+        who = f" {self.world.rank}" if purpose == "answers" and self.world.rank else ""
+        digest = hashlib.sha256(f"{self.config.seed} {self.step} {purpose}{who}".encode()).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest[:4], "big"))
 
     def save(self) -> Path:
-        """Publish a checkpoint of this moment."""
-        names = [name for name, _ in self.model.named_parameters()]
+        """Publish a checkpoint of this moment. A collective call; each rank writes its part."""
+        names = {id(parameter): name for name, parameter in self.weights.items()}
         moments = {
-            f"{names[index]}/{key}": value
-            for index, values in self.optimizer.state_dict()["state"].items()
+            f"{names[id(parameter)]}/{key}": value
+            for parameter, values in self.optimizer.state.items()
             for key, value in values.items()
         }
-        state = {"model": dict(self.model.named_parameters()), "optimizer": moments}
+        state = {"model": self.weights, "optimizer": moments}
         return checkpoint.save(self.run_folder, self.step, to_dict(self.config), state, self.config.keep)
 
-    def restore(self, manifest: dict[str, Any], state: checkpoint.State) -> None:
-        """Take up weights, optimizer and step of a checkpoint."""
+    def place(self, kind: str, name: str) -> Tensor | None:
+        """What a tensor of a checkpoint is to lie like: a weight's moments like the weight."""
+        return self.weights.get(name.rsplit("/", 1)[0])
+
+    def restore(self, manifest: checkpoint.Manifest, state: checkpoint.State) -> None:
+        """Take up weights, optimizer and step of a checkpoint: whole tensors, or laid out by `place`."""
         load_weights(self.model, state["model"])
-        indices = {name: index for index, (name, _) in enumerate(self.model.named_parameters())}
-        moments: dict[int, dict[str, Tensor]] = {}
         for name, value in state["optimizer"].items():
-            parameter, key = name.rsplit("/", 1)
-            moments.setdefault(indices[parameter], {})[key] = value
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
-        self.step = manifest["step"]
+            weight, key = name.rsplit("/", 1)
+            parameter, held = self.weights[weight], value.to(self.device)
+            if value.dim() and not checks.is_distributed(value):
+                held = torch.zeros_like(parameter)
+                local_part(held).copy_(value[part(parameter)])
+            self.optimizer.state[parameter][key] = held
+        self.step = manifest.step
 
 
-@torch.no_grad()
-def load_weights(model: LM, tensors: dict[str, Tensor]) -> None:
-    """Copy a checkpoint's weights; ConfigError where a name or shape is not the model's."""
-    parameters = dict(model.named_parameters())
-    for name in sorted(parameters.keys() ^ tensors.keys()):
-        where = "the checkpoint" if name in parameters else "the model"
-        raise ConfigError(
-            f"model: {where} has no {name}; pass the --model options that the checkpoint was trained with"
-        )
-    for name, parameter in parameters.items():
-        if parameter.shape != tensors[name].shape:
-            here, there = tuple(parameter.shape), tuple(tensors[name].shape)
-            raise ConfigError(f"model: {name} is {here} here and {there} in the checkpoint; pass its --model options")
-        parameter.copy_(tensors[name])
+def spare(rows: Tensor, fill: float = 0) -> Tensor:
+    """`rows` and one more of `fill`: the micro-batch of a rank that has none, which every collective needs to run."""
+    return torch.cat((rows, rows.new_full((1, *rows.shape[1:]), fill)))

@@ -1,21 +1,27 @@
-"""A small decoder in the shape of Qwen3-MoE: RMSNorm, RoPE, GQA with q/k norm, fused expert layers, fused head.
+"""A decoder in the shape of Qwen3-MoE: RMSNorm, RoPE, GQA with q/k norm, fused expert layers, fused head.
 
 `LM.forward` gives hidden states. The head is a module that turns them into per-token results without the logits of all
 tokens; only generation makes logits, of the last position. Letters: B rows, S tokens, D hidden, H heads, d head_dim.
 """
 
 import functools
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from fusedce.distributed import keep_plans
 from fusedce.functional import LogProb, Routing, linear_cross_entropy, linear_logprob
-from fusedce.nn import MoE, Router
+from fusedce.nn import Router
 from fusedce.train.config import ModelConfig
+from fusedce.train.experts import expert_layer
+from fusedce.train.mesh import World
+from fusedce.train.packing import Packing, packed_attention
 
-INIT_STD = 0.02  # of embedding and head: a fresh model's next token is all but uniform
+Rope = tuple[Tensor, Tensor]
 
 
 class KVCache:
@@ -40,7 +46,7 @@ class KVCache:
         return self.buffers[0][:, :, :stop], self.buffers[1][:, :, :stop]
 
 
-def rope_table(length: int, config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+def rope_table(length: int, config: ModelConfig, device: torch.device) -> Rope:
     """cos and sin (S, d) of position · theta^(−2i/d), fp32, halves side by side (Qwen's layout)."""
     exponent = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
     angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * config.rope_theta**-exponent
@@ -49,7 +55,7 @@ def rope_table(length: int, config: ModelConfig, device: torch.device) -> tuple[
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on x (B, H, S, d)."""
+    """RoPE on x (B, H, S, d), by cos and sin (S, d) or (B, 1, S, d)."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
@@ -68,7 +74,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, packing: Packing | None, cache: KVCache | None) -> Tensor:
         query, key, value = (
             project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -78,24 +84,40 @@ class Attention(nn.Module):
         key = rotate(self.k_norm(key), *rope).to(value.dtype)
         if cache is not None:
             key, value = cache.append(key, value)
-        # A single new token sees everything before it, and needs no mask.
-        causal = query.shape[2] > 1
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+        if packing is None:
+            # A single new token sees everything before it, and needs no mask.
+            causal = query.shape[2] > 1
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+        else:
+            mixed = packed_attention(query, key, value, packing)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + experts(norm(x))."""
+    """x + attention(norm(x)), then x + experts(norm(x)).
 
-    def __init__(self, config: ModelConfig) -> None:
+    recompute: keep the block's input and the experts that its tokens chose, and compute the rest again in the backward.
+    """
+
+    def __init__(self, config: ModelConfig, group: dist.ProcessGroup | None, recompute: bool) -> None:
         super().__init__()
+        self.recompute = recompute
         self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attn = Attention(config)
         self.moe_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.moe = MoE(config.hidden_size, config.ffn_size, config.num_experts, config.top_k, backend=config.backend)
+        self.moe = expert_layer(config, group)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None = None) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), rope, cache)
+    def forward(self, x: Tensor, rope: Rope, packing: Packing | None = None, cache: KVCache | None = None) -> Tensor:
+        if not (self.recompute and torch.is_grad_enabled()):
+            return self._run(x, rope, packing, cache)
+        # Inside the module, so that FSDP's hooks run once a forward. Nothing in a block draws random numbers.
+        out: Tensor = checkpoint(
+            self._run, x, rope, packing, cache, use_reentrant=False, preserve_rng_state=False, context_fn=keep_plans
+        )
+        return out
+
+    def _run(self, x: Tensor, rope: Rope, packing: Packing | None, cache: KVCache | None) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), rope, packing, cache)
         return x + self.moe(self.moe_norm(x))
 
 
@@ -109,7 +131,10 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor, target: Tensor, temperature: float = 1.0) -> LogProb:
         """Log-prob of `target` (...), entropy and lse of each of the hidden states (..., D)."""
-        return linear_logprob(hidden, self.weight, target, temperature=temperature, backend=self.backend)
+        result = linear_logprob(hidden, self.weight, target, temperature=temperature, backend=self.backend)
+        # Not as views: FSDP hangs the backward's gathering on what a module returns, and warns of those.
+        logprob, entropy, lse = (values.clone() for values in result if values is not None)
+        return LogProb(logprob, entropy, lse)
 
     def cross_entropy(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The sum of the cross-entropy over all tokens, (), fp32."""
@@ -125,11 +150,14 @@ class ExpertLoad:
 
     def __init__(self, model: "LM") -> None:
         self.counts = torch.zeros(model.config.num_layers, model.config.num_experts, dtype=torch.int64)
+        self.paused = False
         routers = [module for module in model.modules() if isinstance(module, Router)]
         for row, router in enumerate(routers):
             router.register_forward_hook(functools.partial(self._count, row))
 
     def _count(self, row: int, module: nn.Module, args: tuple[Tensor], routing: Routing) -> None:
+        if self.paused:
+            return
         chosen = routing.top_k_index.flatten()
         self.counts = self.counts.to(chosen.device)
         self.counts[row].scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -138,55 +166,56 @@ class ExpertLoad:
         """Forget the counts."""
         self.counts.zero_()
 
-    def imbalance(self) -> float:
+    def imbalance(self, world: World) -> float:
         """The busiest expert's load over the mean load, averaged over layers: 1 is even, num_experts / top_k the worst.
 
-        A recomputed layer counts twice, which leaves the quotient as it is.
+        Of all ranks' tokens, a collective call. A recomputed layer counts twice, which leaves the quotient as it is.
         """
-        counts = self.counts.float()
+        counts = world.sum(self.counts.to(world.device)).float()
         return (counts.amax(1) / counts.mean(1).clamp(min=1e-9)).mean().item()
 
 
 class LM(nn.Module):
-    """Embedding, blocks, norm, head."""
+    """Embedding, blocks, norm, head. The weights are whatever the memory held: `weights.init_weights` fills them.
 
-    def __init__(self, config: ModelConfig) -> None:
+    group: the ranks that share the experts; None where all are here.
+    """
+
+    def __init__(self, config: ModelConfig, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = (
             nn.Embedding(config.learned_positions, config.hidden_size) if config.learned_positions else None
         )
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        num_recomputed = round(config.recompute * config.num_layers)
+        self.layers = nn.ModuleList(Block(config, group, i < num_recomputed) for i in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = Head(config)
-        if config.tied:
-            self.embed.weight = self.head.weight
-        for part in (self.embed, self.positions, self.head):
-            if part is not None:
-                nn.init.normal_(part.weight, std=INIT_STD)
-        self.num_recomputed = round(config.recompute * config.num_layers)
+        self.tie()
 
-    def forward(self, ids: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+    def tie(self) -> None:
+        """Make the head the embedding, if the config says so; again after what gave them memory of their own."""
+        if self.config.tied:
+            self.head.weight = cast(nn.Parameter, self.embed.weight)
+
+    def forward(self, ids: Tensor, caches: list[KVCache] | None = None, packing: Packing | None = None) -> Tensor:
         """ids (B, S) int64 -> hidden states (B, S, D) after the last norm.
 
-        The first round(recompute · layers) blocks keep only their input for the backward and compute the rest again.
-        caches: one a layer, from `new_caches`; the ids then follow the tokens in them.
+        caches: one a layer, from `new_caches`; the ids then follow the tokens in them. packing: where sequences begin,
+        None for one a row.
         """
         seen = caches[0].length if caches else 0
-        cos, sin = rope_table(seen + ids.shape[1], self.config, ids.device)
-        rope = cos[seen:], sin[seen:]
+        positions = torch.arange(seen, seen + ids.shape[1], device=ids.device)
+        rope = rope_table(seen + ids.shape[1], self.config, ids.device)
+        if packing is not None:
+            positions = packing.positions
+        cos, sin = (table[positions] if packing is None else table[positions][:, None] for table in rope)
         x = self.embed(ids)
         if self.positions is not None:
-            x = x + self.positions(torch.arange(seen, seen + ids.shape[1], device=ids.device))
+            x = x + self.positions(positions)
         for index, block in enumerate(self.layers):
-            if caches is not None:
-                x = block(x, rope, caches[index])
-            elif index < self.num_recomputed and torch.is_grad_enabled():
-                # Nothing in a block draws random numbers.
-                x = checkpoint(block, x, rope, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, rope)
+            x = block(x, (cos, sin), packing, None if caches is None else caches[index])
         return self.norm(x)
 
     def new_caches(self, capacity: int) -> list[KVCache]:

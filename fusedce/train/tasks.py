@@ -49,9 +49,9 @@ class Task:
         return self._pose(strings[torch.randperm(len(strings), generator=generator)[:count]])
 
     def show(self, prompt: Tensor, answer: Tensor) -> str:
-        """ "3141 -> 1413", for people."""
-        letters = ALPHABETS[self.alphabet] + "<="
-        return " -> ".join("".join(letters[i] for i in ids.tolist()) for ids in (prompt[1:-1], answer))
+        """ "3141 -> 1413", for people; "?" for a token of a larger vocabulary."""
+        letters = dict(enumerate(ALPHABETS[self.alphabet] + "<="))
+        return " -> ".join("".join(letters.get(i, "?") for i in ids.tolist()) for ids in (prompt[1:-1], answer))
 
     def _draw(self, count: int, generator: torch.Generator) -> Tensor:
         return torch.randint(self.num_symbols, (count, self.length), generator=generator)

@@ -174,6 +174,19 @@ class Tracker:
             writer.writerows(self.rows)
 
 
+class Silent:
+    """The tracker of the ranks that show nothing."""
+
+    def __enter__(self) -> "Silent":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Nothing."""
+
+
 def read_metrics(run: Path) -> list[Metrics]:
     """The rows of metrics.jsonl; a last line that was cut off by a kill is left out."""
     path = run / "metrics.jsonl"

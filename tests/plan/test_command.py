@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from fusedce.plan import launch, show
 from fusedce.plan.command import EXAMPLES, PlanConfig, job_of
 from fusedce.plan.recipe import solve
 from fusedce.train.config import SftConfig, check
+from fusedce.train.mesh import choose_layout
 from fusedce.train.run import parse
 from tests.house.source import ROOT, read
 
@@ -109,6 +111,20 @@ def test_launch_on_one_card_is_a_run_of_the_trainer(small: str) -> None:
     assert isinstance(config, SftConfig) and (config.seq_len, config.batch_size, config.micro_batch) == (512, 8, 1)
     model = config.model
     assert (model.hidden_size, model.num_experts, model.top_k, model.vocab_size, model.tied) == (64, 8, 2, 300, True)
+
+
+def test_launch_on_several_cards_is_a_run_of_the_trainer_where_it_has_the_mesh(small: str) -> None:
+    answer = solve(job_of(PlanConfig(small, gpus=16, seq_len=512, tokens_per_step=16384)))
+    (line,) = launch.commands(answer)
+    words = shlex.split(line)
+    assert words[:5] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "8"]
+    config = parse(words[words.index("fusedce.train") + 1 :])
+    check(config)
+    assert isinstance(config, SftConfig) and config.batch_size == 32 and config.ep == answer.layout.ep == 4
+    assert choose_layout(16, 8, config.model.num_experts, config.ep).efsdp == 4
+    assert config.model.moe_chunks == answer.layout.chunks
+    apart = replace(answer, best=replace(answer.best, layout=replace(answer.layout, cp=2, dp=8)))
+    assert "TRAIN.py" in launch.commands(apart)[0] and "fusedce.train" not in launch.commands(apart)[0]
 
 
 def test_a_model_that_the_trainer_cannot_build_is_not_promised() -> None:

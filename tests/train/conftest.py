@@ -11,8 +11,17 @@ from rich.console import Console
 
 from fusedce.train import plot
 from fusedce.train.config import GrpoConfig, ModelConfig, OptimConfig, SftConfig
+from tests.train.forks import Server
 
 TINY = ModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, ffn_size=16, num_experts=4)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """Forks the ranks of the tests that ask for it."""
+    server = Server("tests.train.toy", "tests.train.sharded_cases", "tests.train.single")
+    yield server
+    server.close()
 
 
 @pytest.fixture(autouse=True)

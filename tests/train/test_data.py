@@ -52,6 +52,7 @@ def test_rewards() -> None:
         tasks.Task("reverse", "digits", 3).show(torch.tensor([10, 1, 2, 3, 11]), torch.tensor([3, 2, 1]))
         == "123 -> 321"
     )
+    assert tasks.Task("sort", "digits", 2).show(torch.tensor([10, 1, 2, 11]), torch.tensor([12, 1])) == "12 -> ?1"
 
 
 def test_packed_windows_cover_the_text_once_an_epoch(sft: SftConfig) -> None:

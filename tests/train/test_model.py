@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fusedce.train.mesh import alone
 from fusedce.train.model import LM, ExpertLoad, generate
+from fusedce.train.weights import init_weights
 from tests.train.conftest import TINY
 
 CONFIG = replace(TINY, vocab_size=11, num_layers=3)
 
 
 def make(**changes: object) -> LM:
-    torch.manual_seed(1)
-    return LM(replace(CONFIG, **changes))
+    return init_weights(LM(replace(CONFIG, **changes)), seed=1)
 
 
 def grads(model: LM, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -38,7 +39,7 @@ def test_recompute_runs_the_blocks_again() -> None:
     calls = dict.fromkeys(range(3), 0)
     model = make(recompute=0.67)
     for index, block in enumerate(model.layers):
-        block.register_forward_pre_hook(lambda *_, index=index: calls.__setitem__(index, calls[index] + 1))
+        block.moe.register_forward_pre_hook(lambda *_, index=index: calls.__setitem__(index, calls[index] + 1))
     grads(model, torch.randint(CONFIG.vocab_size, (2, 5)))
     assert calls == {0: 2, 1: 2, 2: 1}
 
@@ -96,9 +97,9 @@ def test_expert_load_counts_choices() -> None:
     load = ExpertLoad(model)
     model(torch.randint(CONFIG.vocab_size, (3, 7)))
     assert load.counts.sum(1).tolist() == [3 * 7 * CONFIG.top_k] * 3
-    assert 1.0 <= load.imbalance() <= CONFIG.num_experts / CONFIG.top_k
+    assert 1.0 <= load.imbalance(alone(torch.device("cpu"))) <= CONFIG.num_experts / CONFIG.top_k
     for block in model.layers:  # the router then prefers experts 0 and 1 for every token
         block.moe_norm.weight.data.zero_()
     load.reset()
     model(torch.randint(CONFIG.vocab_size, (3, 7)))
-    assert load.imbalance() == CONFIG.num_experts / CONFIG.top_k
+    assert load.imbalance(alone(torch.device("cpu"))) == CONFIG.num_experts / CONFIG.top_k

@@ -16,6 +16,7 @@ from fusedce.train import checkpoint, run, track
 from fusedce.train.config import ConfigError, GrpoConfig, ModelConfig, OptimConfig, SftConfig, TrainConfig
 from fusedce.train.grpo import GrpoTrainer
 from fusedce.train.loop import Trainer, learning_rate
+from tests.train.forks import Server
 
 TIMES = ("tok_per_s", "seconds")
 
@@ -93,7 +94,7 @@ def test_a_signal_saves_and_ends(
     monkeypatch.setattr(GrpoTrainer, "train_step", interrupted)
     assert run.run(config, console) == 128 + number
     assert signal.getsignal(number) is before
-    assert checkpoint.load(Path(config.out) / "latest")[0]["step"] == 3
+    assert checkpoint.load(Path(config.out) / "latest")[0].step == 3
     assert f"--resume --out {config.out}" in console.file.getvalue()
 
 
@@ -160,6 +161,11 @@ def test_bars_and_sparklines() -> None:
     assert track.clock(3725) == "1:02:05" and track.clock(59.6) == "1:00"
 
 
+QWEN = {
+    "model_type": "qwen3_moe", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "moe_intermediate_size": 12, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "norm_topk_prob": True, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
+}  # fmt: skip
 BAD = {
     "optim.lr is -0.1": ["--optim.lr", "-0.1"],
     "unknown key --lenght; did you mean --length?": ["--lenght", "3"],
@@ -172,9 +178,17 @@ BAD = {
     "model.recompute is 1.5": ["--model.recompute", "1.5"],
     "model.backend is 'cuda'": ["--model.backend", "cuda"],
     "temperature is nan": ["--temperature", "nan"],
+    "dual_clip is 0.5; expected 0 or above 1": ["--dual-clip", "0.5"],
+    "kl_corrected is False; expected True with k1": ["--kl", "k1", "--kl-coef", "0.1", "--no-kl-corrected"],
     "group_size is 1": ["--group-size", "1"],
     "model.learned_positions is 16; expected 0 or at least 17": ["--length", "8"],
     "steps is 0": ["--steps", "0"],
+    "ep is 3; expected 0 or a divisor of the 1 ranks and of the 8 experts: 1": ["--ep", "3"],
+    "model.moe_chunks is 65": ["--model.moe-chunks", "65"],
+    "learned_positions is 16; expected 0 with --export": ["--export", "x"],
+    "export: . is there already": ["sft", "--export", "."],
+    "init is 'x'; expected empty beside hf": ["--init", "x", "--hf", "CONFIG"],
+    "nothing/config.json: No such file": ["--hf", "OUT/nothing"],
     "out is ''": ["--resume"],
     "no checkpoint that can be read": ["--resume", "--out", "OUT"],
     "nothing/manifest.json: No such file": ["--init", "OUT/nothing"],
@@ -189,10 +203,31 @@ def test_a_run_that_cannot_start_says_why_in_one_line(
     message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", *(word.replace("OUT", str(tmp_path / "run")) for word in BAD[message])]) == 2
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    places = {"OUT": str(tmp_path / "run"), "CONFIG": str(tmp_path / "config.json")}
+
+    def placed(text: str) -> str:
+        for word, place in places.items():
+            text = text.replace(word, place)
+        return text
+
+    assert cli.main(["train", *map(placed, BAD[message])]) == 2
     err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
+    assert placed(message) in err and err.count("\n") == 1
     assert not any(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_an_out_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["train", "--device", "cpu", "--out", str(tmp_path / "file" / "run")]) == 1
+    assert capsys.readouterr().err == f"fusedce train: {tmp_path}/file/run: Not a directory\n"
+
+
+def test_a_home_that_is_not_there(server: Server, tmp_path: Path) -> None:
+    """Nothing is kept in it; the picture is drawn all the same."""
+    (ended,) = server.launch("tests.train.single:without_home", str(tmp_path / "run"), str(tmp_path / "file" / "home"))
+    assert (ended.status, ended.value) == (0, 0), ended.error
+    assert (tmp_path / "run" / "curve.png").stat().st_size > 20_000
 
 
 def test_a_device_that_is_not_there(grpo: GrpoConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +254,19 @@ def test_another_models_weights(grpo: GrpoConfig, tmp_path: Path, console: Conso
     trainer = GrpoTrainer(other, tmp_path / "other")
     weights = final(grpo)["model"]
     assert all(torch.equal(p, weights[name]) for name, p in trainer.model.named_parameters())
+
+
+def test_from_transformers_config_to_its_files_and_on(sft: SftConfig, tmp_path: Path, console: Console) -> None:
+    """Sizes from config.json alone, weights out, and a run that starts with them: at the loss where the first ended."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    first = replace(sft, hf=str(tmp_path / "config.json"), export=str(tmp_path / "model"), out=str(tmp_path / "first"))
+    assert run.run(first, console) == 0
+    second = replace(sft, hf=first.export, out=str(tmp_path / "second"), eval_every=1, optim=OptimConfig(lr=1e-12))
+    assert run.run(second, console) == 0
+    config = run.parse(["--resume", "--out", second.out]).model
+    assert (config.rope_theta, config.num_experts, config.tied) == (7.0, 4, False) and config.renormalize
+    ended, began = metrics(first)[-1]["held_out_loss"], metrics(second)[0]["held_out_loss"]
+    assert began == pytest.approx(ended, rel=1e-6) and ended < metrics(first)[2]["held_out_loss"]
 
 
 def test_resume_takes_the_runs_own_config(grpo: GrpoConfig, console: Console) -> None:

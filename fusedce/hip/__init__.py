@@ -3,7 +3,7 @@
 Its public name is "native"; the folder is called after HIP, which the sources keep to.
 """
 
-from fusedce.hip.extension import build_info, unavailable
+from fusedce.hip.extension import build_info, has_hopper, unavailable
 from fusedce.hip.linear_ce import (
     linear_ce_sum_backward,
     linear_fused,
@@ -16,6 +16,7 @@ from fusedce.outside import first_outside
 
 __all__ = [
     "first_outside",
+    "has_hopper",
     "build_info",
     "linear_argmax",
     "linear_ce_sum_backward",

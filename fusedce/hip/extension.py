@@ -91,3 +91,8 @@ def runs_on(built: str, major: int, minor: int) -> bool:
     if kind == "compute" and not suffix:
         return (built_major, built_minor) <= (major, minor)
     return built_major == major and built_minor <= minor
+
+
+def has_hopper() -> bool:
+    """Whether the extension was built with the kernels that only Hopper runs."""
+    return any(name in ("sm_90a", "compute_90a") for name in build_info()["archs"])

@@ -50,8 +50,7 @@ def dense_rows(matrix: Tensor) -> Tensor:
 @functools.cache
 def _is_hopper(index: int) -> bool:
     """Whether the extension has Hopper's kernels, and this GPU runs them: no other has wgmma."""
-    built = any(name in ("sm_90a", "compute_90a") for name in extension.build_info()["archs"])
-    return built and torch.cuda.get_device_capability(index) == (9, 0)
+    return extension.has_hopper() and torch.cuda.get_device_capability(index) == (9, 0)
 
 
 def vocab_tiles(weight: Tensor) -> int:

@@ -112,6 +112,19 @@ def test_rows_in_several_launches(place: Place, monkeypatch: pytest.MonkeyPatch)
     assert (logits.gather(1, words[:, None])[:, 0] >= logits.amax(1) - 1e-6).all()
 
 
+def test_no_gradient_goes_through_the_words(place: Place) -> None:
+    """Hidden states and a weight that want one are those of a model in training: they get none, whatever the backend
+    makes the logits with."""
+    hidden, weight, _, bias = Case(7, 40, 8, has_bias=True).inputs(place.device)
+    expected = fusedce.linear_argmax(hidden, weight, bias=bias, backend=place.backend)
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+    words = fusedce.linear_argmax(leaves[0], leaves[1], bias=leaves[2], backend=place.backend)
+    assert torch.equal(words, expected) and not words.requires_grad
+    target = torch.zeros(7, dtype=torch.int64, device=place.device)
+    parts = torch.ops.fusedce.linear_parts(leaves[0], leaves[1], target, leaves[2], backend=place.backend)
+    assert not parts.requires_grad
+
+
 @pytest.mark.parametrize("shape", [(5, 9, 4), (0, 3, 2), (1, 1, 1)], ids=str)
 def test_opcheck_linear_argmax(shape: tuple[int, int, int], place: Place) -> None:
     hidden, weight, _, bias = Case(*shape, has_bias=True).inputs(place.device)

@@ -147,7 +147,8 @@ def check(case: Loss, place: Place) -> None:
     assert out[0].dtype == FP32
     if place.device != "cpu":
         # Its GPU kernels and its CPU kernels are both plain torch, and each is right by luck in other rows.
-        on_cpu = with_gradients(case.plain(tuple(t.cpu() for t in constants)), [t.cpu() for t in leaves], grads)
+        plain = case.plain(tuple(t.cpu() for t in constants))
+        on_cpu = with_gradients(plain, [t.cpu() for t in leaves], [g.cpu() for g in grads])
         twin = [worst_twin([t.cpu(), c], g) for t, c, g in zip(twin, on_cpu, gold, strict=True)]
     if case.reduction != "none":
         twin[0] = scalar_twin(case, leaves, constants, gold[0])

@@ -12,7 +12,7 @@ import fusedce
 from fusedce import hip
 from tests.conftest import Place
 from tests.linear_ce_cases import IGNORE, Case, in_fp64, with_gradients
-from tests.paired import assert_bites, assert_close
+from tests.paired import assert_bites, assert_close, worst_twin
 
 NATIVE = True
 
@@ -285,9 +285,10 @@ def test_backward_with_a_gradient_of_the_log_sum_exp(softcap: float, place: Plac
         of_lse = torch.where(kept, d_lse.to(device, dtype), 0.0) @ logits.logsumexp(1)
         return list(torch.autograd.grad((rows * values).sum() + of_lse, leaves))
 
-    gold, twin = reference(F64, "cpu"), reference(FP32, place.device)
-    for name, f, g, t in zip(("d_hidden", "d_weight", "d_bias"), found, gold, twin, strict=True):
-        assert_close(f, g, t, name)
+    gold, twin, on_cpu = reference(F64, "cpu"), reference(FP32, place.device), reference(FP32, "cpu")
+    for name, f, g, t, c in zip(("d_hidden", "d_weight", "d_bias"), found, gold, twin, on_cpu, strict=True):
+        # Both are plain torch, and each is right by luck in other rows.
+        assert_close(f, g, worst_twin([t.cpu(), c], g), name)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])

@@ -13,7 +13,9 @@ def _argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, backe
     flags.raise_pending()
     check_head_sizes("linear_argmax", hidden, weight, bias)
     choice = registry.choose("linear_argmax", backend, hidden.device, hidden.dtype)
-    return registry.function(choice, "linear_argmax")(hidden, weight, bias)
+    # No gradient: hidden states and weights that want one must not be followed through the logits.
+    with torch.no_grad():
+        return registry.function(choice, "linear_argmax")(hidden, weight, bias)
 
 
 for _key in ("CPU", "CUDA"):

@@ -52,7 +52,9 @@ def _parts(
     check_sizes(hidden, weight, target, bias, row_temperature)
     options = logit_options(ignore_index, temperature, softcap, row_temperature)
     choice = registry.choose("linear_parts", backend, hidden.device, hidden.dtype)
-    return registry.function(choice, "linear_parts")(hidden, weight, target, bias, options, with_entropy)
+    # Who merges the parts knows their gradient; through them alone there is none.
+    with torch.no_grad():
+        return registry.function(choice, "linear_parts")(hidden, weight, target, bias, options, with_entropy)
 
 
 def _logprob_backward(

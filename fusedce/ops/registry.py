@@ -35,7 +35,8 @@ OPS = (
 NATIVE_OPS = frozenset({"linear_logprob", "linear_ce_sum", "linear_parts", "linear_argmax", "linear_logprob_of"})
 ORDER = ("triton", "native", "eager")  # what "auto" tries, but for what is known to be faster
 # Where the rows of bench/results have another backend ahead with bf16 operands: on an H200 at 7c25fce native's own
-# GEMMs took 0.94 to 0.97 of Triton's time for log-probs at three shapes, 0.97, 0.98 and 1.02 for the loss with gradients.
+# GEMMs took 0.94 to 0.97 of Triton's time for log-probs at three shapes; 0.97, 0.98 and 1.02 for the loss and its
+# gradients.
 AHEAD = {("linear_logprob", "sm_90"): "native", ("linear_ce_sum", "sm_90"): "native"}
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

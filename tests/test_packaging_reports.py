@@ -34,11 +34,13 @@ def calls(path: str) -> set[str]:
 
 def test_pytorch_189245_nothing_is_compiled_by_a_c_compiler_at_run_time() -> None:
     """PK-A01, PK-A03: a build that was killed left a lock for which all later ones waited, in a folder that belonged to
-    another user. The package builds no C++ and takes no lock; its one cache, of tiles, is data of the user's own, which
-    tests/tune is about."""
+    another user. The package builds no C++ and waits for no lock: the one that a trainer takes on the folder of its run
+    is refused at once if another has it, and ends with the process. Its one cache, of tiles, is data of the user's own,
+    which tests/tune is about."""
     banned = re.compile(r"cpp_extension|FileBaton|\bflock\b|\blockf\b|gettempdir|mkdtemp|expanduser|Path\.home")
     found = {(path, name) for path in OURS for name in calls(path) if banned.search(name)}
-    assert found == {("fusedce/env.py", "os.path.expanduser")}
+    assert found == {("fusedce/env.py", "os.path.expanduser"), ("fusedce/train/lock.py", "fcntl.flock")}
+    assert "LOCK_NB" in read("fusedce/train/lock.py")
     assert any(name.endswith("import_module") for name in calls("fusedce/hip/extension.py"))
 
 

@@ -37,7 +37,7 @@ ORDER = ("triton", "native", "eager")  # what "auto" tries, but for what is know
 # Where the rows of bench/results have another backend ahead with bf16 operands: on an H200 at 7c25fce native's own
 # GEMMs took 0.94 to 0.97 of Triton's time for log-probs at three shapes; 0.97, 0.98 and 1.02 for the loss and its
 # gradients.
-AHEAD = {("linear_logprob", "sm_90"): "native", ("linear_ce_sum", "sm_90"): "native"}
+AHEAD = {"linear_logprob": ("native", "sm_90"), "linear_ce_sum": ("native", "sm_90")}
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -104,8 +104,10 @@ def choose(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> C
 
 def _ahead(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """The backend of AHEAD, if it can run with the kernels that were measured."""
-    name = AHEAD.get((op, arch.of_device(device).name)) if dtype == torch.bfloat16 else None
-    if name is None or why_not(op, name, device.type, dtype):
+    if op not in AHEAD or dtype != torch.bfloat16:
+        return None
+    name, on = AHEAD[op]
+    if why_not(op, name, device.type, dtype) or arch.of_device(device).name != on:
         return None
     return name if importlib.import_module(PACKAGES[name]).has_hopper() else None
 

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fusedce import env
 from fusedce.distributed import new_expert_group
+from fusedce.train import ranks
 from fusedce.train.config import ConfigError, TrainConfig
 
 MIN_LOCAL_EXPERTS = 2  # with one expert a rank the busiest expert is the busiest rank; as `fusedce plan` has it
-_LONGEST = 1024  # bytes of a text that ranks tell each other
 
 
 @dataclass(frozen=True)
@@ -114,18 +114,6 @@ class World:
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values.item()
 
-    def texts(self, text: str) -> list[str]:
-        """Every rank's text, by rank; what is longer than a kilobyte is cut. A collective call."""
-        if self.size == 1:
-            return [text]
-        data = text.encode()[:_LONGEST]
-        mine = torch.zeros(_LONGEST, dtype=torch.uint8)
-        mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        mine = mine.to(self.device)
-        received = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(received, mine)
-        return [bytes(each.tolist()).rstrip(b"\0").decode(errors="ignore") for each in received]
-
     @contextmanager
     def together(self) -> Iterator[None]:
         """What a rank refuses inside, all refuse: its own error there, on the others a ConfigError that names it.
@@ -137,7 +125,7 @@ class World:
             yield
         except (ValueError, OSError) as error:
             mine = error
-        said = self.texts("" if mine is None else str(mine) or type(mine).__name__)
+        said = ranks.gather("" if mine is None else str(mine) or type(mine).__name__)
         if mine is not None:
             raise mine
         for rank, text in enumerate(said):

@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 
 from fusedce import env
-from fusedce.train import checkpoint, hf, lock, plot
+from fusedce.train import checkpoint, hf, lock, plot, ranks
 from fusedce.train.config import MODES, ConfigError, TrainConfig, check, free_folder, from_dict, mode_of, unknown_key
 from fusedce.train.grpo import GrpoTrainer
 from fusedce.train.loop import Trainer
@@ -36,7 +36,7 @@ def run(config: TrainConfig, console: Console | None = None) -> int:
 
 def _run(config: TrainConfig, world: World, console: Console) -> int:
     # One rank looks for a free name, before any makes it.
-    folder, mode = Path(world.texts(str(free_folder(config)))[0]), mode_of(config)
+    folder, mode = Path(ranks.gather(str(free_folder(config)))[0]), mode_of(config)
     with world.together():
         _check_folder(folder, config)
         if config.export and Path(config.export).exists():

@@ -116,7 +116,6 @@ def check_world(device: str) -> None:
     assert ranks.first == (dist.get_rank() == 0) and ranks.largest(dist.get_rank()) == 1
     mine = torch.tensor([1.0, dist.get_rank()])
     assert ranks.sum(mine).tolist() == [2.0, 1.0] and mine[0] == 1
-    assert ranks.texts("é" * dist.get_rank()) == ["", "é"] and len(ranks.texts("x" * 5000)[1]) == 1024
     check_together(ranks)
     folder = Path(os.environ["RUN"])
     check_weights()

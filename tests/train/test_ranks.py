@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusedce.train import checkpoint
 from fusedce.train.config import TrainConfig
 from fusedce.train.mesh import World
+from fusedce.train.ranks import gather
 from fusedce.train.sft import SftTrainer
 from fusedce.train.sharding import build
 from fusedce.train.weights import whole
@@ -102,7 +103,7 @@ def check_paths(folder: str, ranks: list[World]) -> None:
 
 def check_nonfinite(folder: str, ranks: World) -> SftTrainer:
     """FS-A01, FS-A02: an infinite gradient on one rank; all skip, no bit of weights or optimizer changes, all go on."""
-    made = SftTrainer(sft(folder), Path(ranks.texts(folder)[0]) / "run", ranks)
+    made = SftTrainer(sft(folder), Path(gather(str(folder))[0]) / "run", ranks)
     before = {name: whole(p).clone() for name, p in made.weights.items()}
     losses = list(made.losses(*made.training.batch(0)))
     last = dist.get_rank() == dist.get_world_size() - 1

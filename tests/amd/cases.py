@@ -29,6 +29,7 @@ from tests import (
     test_moe_plan,
     test_moe_route,
     test_moe_route_choice,
+    test_outside,
 )
 from tests.conftest import Place
 from tests.gfx9emu.hip import CHIPS
@@ -226,6 +227,7 @@ RUNS = (
         )
         for sizes, loads in (((129, 1, 5), "random"), ((77, 8, 40), "half"), ((50, 4, 130), "one"))
     ),
+    Run("outside", partial(test_outside.test_the_first_of_several, 4097, 2**32 + 3, HERE), ("outside",)),
     Run(
         "plan-in-chunks",
         partial(test_moe_plan.test_chunks_are_the_plans_of_their_tokens, (130, 3, 12, 2), HERE),

@@ -81,7 +81,7 @@ def signature(dtype: str) -> dict[str, str]:
 
 def constexprs(tile: GemmTile | None = None) -> dict[str, int]:
     """The kernel's sizes; a row kernel has no tile."""
-    return {"BLOCK_S": BLOCK_S, "BLOCK_T": 32, "BLOCK_E": 64}
+    return {"BLOCK_S": BLOCK_S, "BLOCK_T": 16, "BLOCK_E": 64}
 
 
 def moe_plan(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,7 @@ MATRIX_16BIT = {
 # may go to memory anywhere.
 SPILL_BYTES_AROUND_LOOP = 128
 # Loads of one 16-bit element that the main loop may have: a bias of the epilogue, where tile follows tile in one loop.
-# An operand that is read so has dozens, at a tenth of the speed.
+# An operand that is read so has dozens.
 NARROW_LOADS = 8
 
 

@@ -102,7 +102,7 @@ def test_amd_s_scalar_spills_are_told_apart_by_where_they_are() -> None:
 
 
 def test_loads_of_one_element_are_seen() -> None:
-    """What a clamped index makes of a row that lies side by side: a tenth of the speed, and the same numbers."""
+    """What a clamped index makes of a row that lies side by side: slow, and the same numbers."""
     product, loop = (0x30, "HGMMA.64x256x16.F32 R24"), (0x50, "@P0 BRA 0x20")
     wide, narrow = "LDG.E.128 R4, desc[UR4][R2.64]", "LDG.E.U16 R4, desc[UR4][R2.64]"
     assert nvidia.in_loop([(0x10, narrow), (0x20, wide), product, loop], nvidia.NARROW) == 0

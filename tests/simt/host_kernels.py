@@ -1,6 +1,7 @@
 """The native row kernels built for the host by g++, one fiber a GPU thread, and called on CPU tensors."""
 
 import ctypes
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,6 +98,21 @@ def compile_for(source: str, wave_size: int, to: Path, kernels: Path, *flags: st
         str(simt / source), "-o", str(to),
     ])  # fmt: skip
     return to
+
+
+def with_fault(before: str, after: str, folder: Path) -> Path:
+    """A copy of the kernels' sources in `folder`, `after` in place of `before`. LookupError, which no test takes for
+    a fault that was noticed, where that stands nowhere."""
+    kernels = folder / "kernels"
+    shutil.copytree(KERNELS, kernels)
+    changed = 0
+    for path in kernels.iterdir():
+        text = path.read_text()
+        changed += text.count(before)
+        path.write_text(text.replace(before, after))
+    if not changed:
+        raise LookupError(f"{before!r} is not in the sources")
+    return kernels
 
 
 def load(wave_size: int, folder: Path, kernels: Path = KERNELS) -> HostKernels:

@@ -1,6 +1,5 @@
 """The row kernels of the seeded exponentials, run on the host with 32 and with 64 lanes, against torch in fp64."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from tests.paired import assert_close
 from tests.simt import host_seeded
-from tests.simt.host_kernels import KERNELS, compile_for
+from tests.simt.host_kernels import KERNELS, compile_for, with_fault
 from tests.simt.host_seeded import HostRows, load
 from tests.toolchain import output
 
@@ -221,16 +220,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_tests_bite(mutant: str, tmp_path: Path) -> None:
-    before, after = MUTANTS[mutant]
-    folder = tmp_path / "kernels"
-    shutil.copytree(KERNELS, folder)
-    changed = 0
-    for path in folder.iterdir():
-        text = path.read_text()
-        changed += text.count(before)
-        path.write_text(text.replace(before, after))
-    assert changed, f"{before!r} is not in the sources"
-    mutated = load(64, tmp_path, folder)
+    mutated = load(64, tmp_path, with_fault(*MUTANTS[mutant], tmp_path))
     with pytest.raises(AssertionError):
         some_tests(mutated)
 

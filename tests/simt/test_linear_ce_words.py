@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.paired import assert_close
-from tests.simt.host_kernels import KERNELS, compile_for
+from tests.simt.host_kernels import KERNELS, compile_for, with_fault
 from tests.simt.host_words import HostWords, load, slopes_of
 from tests.toolchain import output
 
@@ -205,16 +205,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_tests_bite(mutant: str, tmp_path: Path) -> None:
-    before, after = MUTANTS[mutant]
-    folder = tmp_path / "kernels"
-    shutil.copytree(KERNELS, folder)
-    changed = 0
-    for path in folder.iterdir():
-        text = path.read_text()
-        changed += text.count(before)
-        path.write_text(text.replace(before, after))
-    assert changed, f"{before!r} is not in the sources"
-    mutated = load(64, tmp_path, folder)
+    mutated = load(64, tmp_path, with_fault(*MUTANTS[mutant], tmp_path))
     with pytest.raises(AssertionError):
         some_tests(mutated)
 

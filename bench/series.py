@@ -67,10 +67,23 @@ def split(case: str) -> tuple[str, int]:
     return "_".join(part for part in parts if part != named[0]), int(named[0][1:])
 
 
+def run_of(row: Row) -> tuple[str, ...]:
+    """What the rows of one run of one case share: only they are fit to be divided by each other."""
+    return tuple(row[name] for name in ("op", "case", "mode", "metric", "gpu", "commit", "date"))
+
+
+def floors(rows: list[Row]) -> dict[tuple[str, ...], float]:
+    """The median of the bare GEMMs of every run that has them."""
+    return {run_of(row): float(row["p50"]) for row in rows if row["provider"].startswith(FLOOR)}
+
+
 def groups(rows: list[Row]) -> list[Group]:
-    """Every group in the rows' order; where a case was measured more than once, the latest row counts. Rows of cases
-    that name no tokens, and figures that are no number (memory on a CPU), are left out."""
+    """Every group in the rows' order; where a case was measured more than once, the latest row counts, and its ratio is
+    to the floor of its own run. Rows of cases that name no tokens, and figures that are no number (memory on a CPU),
+    are left out."""
+    floor = floors(rows)
     found: dict[tuple[str, ...], dict[str, dict[str, dict[int, Point]]]] = {}
+    ratios: dict[tuple[str, ...], dict[str, dict[int, Point | None]]] = {}
     units: dict[str, str] = {}
     for row in rows:
         if not math.isfinite(float(row["p50"])) or not re.search(r"(?:^|_)N\d+(?:_|$)", row["case"]):
@@ -81,26 +94,23 @@ def groups(rows: list[Row]) -> list[Group]:
         point = Point(tokens, *(float(row[name]) for name in ("p20", "p50", "p80")))
         metrics[row["metric"]][row["provider"]][tokens] = point
         units[row["metric"]] = row["unit"]
+        if row["metric"] == "time" and not row["provider"].startswith(FLOOR):
+            own = floor.get(run_of(row))
+            over = Point(tokens, *(x / own for x in point[1:])) if own else None
+            ratios.setdefault(key, defaultdict(dict))[row["provider"]][tokens] = over
     made = []
     for (op, shape, mode, gpu), metrics in found.items():
         panels = [
             Panel(metric, units[metric], {name: [by[n] for n in sorted(by)] for name, by in providers.items()})
             for metric, providers in metrics.items()
         ]
-        made.append(Group(op, shape, mode, gpu, [*panels, *_ratio(panels)]))
+        over = {
+            name: [point for _, point in sorted(by.items()) if point]
+            for name, by in ratios.get((op, shape, mode, gpu), {}).items()
+        }
+        series = {name: points for name, points in over.items() if points}
+        made.append(Group(op, shape, mode, gpu, [*panels, *([Panel("ratio", "×", series)] if series else [])]))
     return made
-
-
-def _ratio(panels: list[Panel]) -> list[Panel]:
-    """Times over the floor's median at the same tokens, where there is one."""
-    times = next((panel.series for panel in panels if panel.metric == "time"), {})
-    floor = {point.tokens: point.p50 for name, points in times.items() if name.startswith(FLOOR) for point in points}
-    series = {}
-    for name, points in times.items():
-        known = [point for point in points if floor.get(point.tokens)]
-        if known and not name.startswith(FLOOR):
-            series[name] = [Point(p.tokens, *(x / floor[p.tokens] for x in (p.p20, p.p50, p.p80))) for p in known]
-    return [Panel("ratio", "×", series)] if series else []
 
 
 def headline(rows: list[Row], op: str, mode: str = "fwd_bwd") -> Group | None:

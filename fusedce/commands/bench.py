@@ -152,13 +152,14 @@ def show(config: BenchConfig, rows: list[Row]) -> int:
     if config.json:
         print_json(rows)
         return 0
-    floors = {tuple(row[k] for k in KEY): float(row["p50"]) for row in rows if row["provider"].startswith("floor")}
+    series = importlib.import_module("bench.series")
+    floors = series.floors(rows)
     table = Table(box=None, pad_edge=False, header_style="bold", title=f"{rows[0]['gpu']}, torch {rows[0]['torch']}")
     for column in ("op", "case", "mode", "metric", "provider", "p50", "p20–p80", "× floor"):
         right = column.startswith(("p", "×")) and column != "provider"
         table.add_column(column, justify="right" if right else "left", overflow="fold")
     for row in rows:
-        floor = floors.get(tuple(row[k] for k in KEY))
+        floor = floors.get(series.run_of(row))
         ratio = f"{float(row['p50']) / floor:.2f}" if floor else ""
         spread = f"{float(row['p20']):.4g}–{float(row['p80']):.4g}"
         named = (row["op"], row["case"], row["mode"], f"{row['metric']}, {row['unit']}", row["provider"])
@@ -167,14 +168,12 @@ def show(config: BenchConfig, rows: list[Row]) -> int:
     return 0
 
 
-KEY = ("op", "case", "mode", "metric")
-
-
 def read(path: Path) -> list[Row]:
     """The rows of a CSV file. UsageError for one that is not of bench/."""
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
-        missing = {"op", "provider", "case", "mode", "metric", "unit", "p50"} - set(reader.fieldnames or ())
+        needed = "op provider case mode metric unit p20 p50 p80 gpu torch commit date"
+        missing = set(needed.split()) - set(reader.fieldnames or ())
         if missing:
             raise UsageError(f"{path} has no column {', '.join(sorted(missing))}")
         return list(reader)

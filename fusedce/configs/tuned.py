@@ -48,9 +48,13 @@ def kept(arch_name: str) -> dict[str, GemmTile]:
 
 def state(arch_name: str) -> State:
     """The kept tiles of an architecture, or why there are none."""
-    path = path_of(arch_name)
     if not env.use_tuned_tiles():
         return State(False, "FUSEDCE_TUNED=0: the tables' tiles, whatever is kept")
+    return _found(arch_name, path_of(arch_name))
+
+
+def _found(arch_name: str, path: Path) -> State:
+    """What the file holds, whatever the switch says."""
     try:
         text = _read(path)
     except FileNotFoundError:
@@ -76,8 +80,7 @@ def keep(arch_name: str, tiles: Mapping[str, GemmTile], measured: Mapping[str, A
     Raises ValueError for tiles that do not go together, OSError where the file cannot be written.
     """
     path = path_of(arch_name)
-    before = state(arch_name)
-    merged = before.tiles | dict(tiles)
+    merged = _found(arch_name, path).tiles | dict(tiles)
     reason = fault(merged, arch_name)
     if reason:
         raise ValueError(f"not kept: {reason}")

@@ -53,7 +53,8 @@ def vocab_parallel_logprob(
         bias: (V_r,) or None; with a weight that is Replicate a DTensor as well.
         sequence_parallel: whether each rank brings only its part of the tokens. They are gathered, and d_hidden is
             reduced and scattered. target, temperature and results are of all tokens, (N,).
-        temperature, softcap, ignore_index, with_entropy, check, backend: as in `linear_logprob`.
+        temperature, softcap, ignore_index, with_entropy, check, backend: as in `linear_logprob`; but on GPUs "auto" is
+            told by `fusedce.check_flags()` alone, to be called on all ranks: no call here raises for an earlier one's.
 
     Returns:
         `LogProb`, of target's shape, the same bits on every rank. Each rank is to differentiate the same loss of them;

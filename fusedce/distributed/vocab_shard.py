@@ -115,7 +115,14 @@ def sharded_head(
     A DTensor over a mesh of one dimension is taken for this rank's words, and says which they are where shard and group
     are None: Shard(0), or Replicate, of which each rank takes its even part; its gradient is then whole on every rank.
     """
+    checks.tensor(op, "hidden", hidden, checks.FLOATS)
     is_spread = checks.is_distributed(weight)
+    if not is_spread:
+        checks.tensor(op, "weight", weight, checks.FLOATS)
+    if shard is not None and not isinstance(shard, VocabShard):
+        raise TypeError(checks.wrong(op, "shard", shard, "a VocabShard"))
+    # On every rank, also one without words, which would run nothing and wait for the others.
+    registry.choose("linear_parts", backend, hidden.device, hidden.dtype)
     if is_spread:
         weight, bias, shard, group = _of_dtensors(op, weight, bias, shard, group)
     elif shard is None:

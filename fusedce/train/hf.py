@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fusedce.train import ranks
 from fusedce.train.config import Config, ConfigError, ModelConfig
 from fusedce.train.mesh import World
 from fusedce.train.model import LM
@@ -40,6 +41,7 @@ ABSENT = {
     "use_sliding_window": (False, None),
     "mlp_only_layers": ([], None),
     "decoder_sparse_step": (1, None),
+    "hidden_act": ("silu", None),
 }
 STARTS = {"embed": "model.embed_tokens", "head": "lm_head", "norm": "model.norm", "layers": "model.layers"}
 PARTS = (
@@ -69,8 +71,9 @@ def with_model(config: Config) -> Config:
     if missing := [key for ours, key, _ in KEYS if sizes[ours] is None]:
         raise ConfigError(f"hf: {path} has no {missing[0]}")
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise ConfigError(f"hf: {path}: rope_type is {rope.get('rope_type')!r}; expected default")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ConfigError(f"hf: {path}: rope_type is {kind!r}; expected default")
     sizes["rope_theta"] = float(theirs.get("rope_theta") or rope.get("rope_theta") or 10_000.0)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, learned_positions=0, **sizes))
 
@@ -114,18 +117,23 @@ def save(weights: Mapping[str, Tensor], config: ModelConfig, folder: Path, world
     for name, tensor in tensors(weights, config.num_experts):
         if world.first:
             kept[name] = tensor.cpu().contiguous().clone()
-    with world.together():
-        if world.first:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.json").write_text(json.dumps(their_config(config), indent=1))
-            save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(their_config(config), indent=1))
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+    ranks.together(write, only=0)
 
 
 def load(model: LM, folder: Path) -> None:
     """Fill the model's weights from a folder's safetensors: each rank reads what it holds. ConfigError for a weight
     that is missing, left over, or of another shape.
     """
-    files = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
+    try:
+        files = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
+    except SafetensorError as error:
+        raise ConfigError(f"hf: {folder} has a damaged .safetensors file: {error}") from error
     if not files:
         raise ConfigError(f"hf: no .safetensors file in {folder}; name its config.json to start from random weights")
     found = {key: file for file in files for key in file.keys()}  # noqa: SIM118, a file is no dictionary

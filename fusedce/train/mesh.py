@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fusedce import env
 from fusedce.distributed import new_expert_group
-from fusedce.train import ranks
 from fusedce.train.config import ConfigError, TrainConfig
 
 MIN_LOCAL_EXPERTS = 2  # with one expert a rank the busiest expert is the busiest rank; as `fusedce plan` has it
@@ -113,24 +112,6 @@ class World:
         values = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values.item()
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """What a rank refuses inside, all refuse: its own error there, on the others a ConfigError that names it.
-
-        Inside there must be no collective call; the end is one.
-        """
-        mine: Exception | None = None
-        try:
-            yield
-        except (ValueError, OSError) as error:
-            mine = error
-        said = ranks.gather("" if mine is None else str(mine) or type(mine).__name__)
-        if mine is not None:
-            raise mine
-        for rank, text in enumerate(said):
-            if text:
-                raise ConfigError(f"rank {rank}: {text}")
 
 
 def alone(device: torch.device) -> World:

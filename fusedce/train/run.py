@@ -37,14 +37,18 @@ def run(config: TrainConfig, console: Console | None = None) -> int:
 def _run(config: TrainConfig, world: World, console: Console) -> int:
     # One rank looks for a free name, before any makes it.
     folder, mode = Path(ranks.gather(str(free_folder(config)))[0]), mode_of(config)
-    with world.together():
+    made: list[Trainer] = []
+
+    def make() -> None:
         _check_folder(folder, config)
         if config.export and Path(config.export).exists():
             raise ConfigError(f"export: {config.export} is there already; name another")
-        trainer = TRAINERS[mode](config, folder, world)
+        made.append(TRAINERS[mode](config, folder, world))
+
+    ranks.together(make)
+    (trainer,) = made
     with lock.held(folder):
-        with world.together():
-            _check_folder(folder, config)  # again: another trainer may have come and gone
+        ranks.together(lambda: _check_folder(folder, config))  # again: another trainer may have come and gone
         if config.resume:
             say = partial(console.print, style="yellow")
             trainer.restore(*checkpoint.load_newest(folder, say, trainer.place))
@@ -75,7 +79,7 @@ def _train(trainer: Trainer, folder: Path, mode: str, console: Console) -> int:
     with tracker:
         stopped = trainer.loop(tracker)
     trainer.evaluate()  # once more: a signal may have come between two looks
-    if config.export:
+    if config.export and not stopped:  # a run that goes on later has its weights to export then
         hf.save(trainer.weights, model, Path(config.export), world)
     if isinstance(tracker, Tracker):
         _report(trainer, tracker, title, folder, console)

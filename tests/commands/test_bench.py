@@ -34,6 +34,7 @@ ROWS = [
     row("fusedce-triton", 1024, 99.0),
     row("fusedce-triton", 4096, 50.0),
     row("fusedce-triton", 1024, 12.0, date="2026-01-02"),
+    row("floor3", 1024, 8.0, date="2026-01-02"),
     row("<peer> & co", 1024, 20.0),
     row("fusedce-triton", 1024, 1.5, metric="peak", unit="GiB"),
 ]
@@ -53,8 +54,9 @@ def test_rows_become_curves_and_ratios() -> None:
     panels = {panel.metric: panel for panel in group.panels}
     assert panels["time"].tokens() == [1024, 4096]
     assert [point.p50 for point in panels["time"].series["fusedce-triton"]] == [12.0, 50.0]  # the later row of 1024
-    assert [point.p50 for point in panels["ratio"].series["fusedce-triton"]] == [1.2, 1.25]
-    assert set(panels["ratio"].series) == {"fusedce-triton", "<peer> & co"}
+    # Each to the floor of its own run.
+    assert [point.p50 for point in panels["ratio"].series["fusedce-triton"]] == [1.5, 1.25]
+    assert [point.p50 for point in panels["ratio"].series["<peer> & co"]] == [2.0]
     assert panels["peak"].unit == "GiB"
     with pytest.raises(ValueError, match="does not name its tokens once"):
         series.split("smoke")

@@ -62,6 +62,12 @@ class Given:
     def words(self, ids: Tensor) -> Tensor:
         return ours.vocab_parallel_logprob_of(self.hidden, self.part, ids, VocabShard.even(6, SIZE))
 
+    def greedy(self, backend: str) -> Tensor:
+        """Of a rank that has all words and one that has none, which runs no op."""
+        words = SIZE if dist.get_rank() == 0 else 0
+        part = self.cut.full_tensor()[:words]
+        return ours.vocab_parallel_argmax(self.hidden, part, VocabShard(SIZE - words, SIZE), backend=backend)
+
 
 # the error, what it says, the call
 REFUSALS = (
@@ -88,6 +94,10 @@ REFUSALS = (
     (ValueError, "loss_fn's result", lambda g: g.policy(lambda x: x.sum())),
     (ValueError, "'ids' has the value 12", lambda g: g.words(torch.full((8, 2), SIZE))),
     (ValueError, "K is 0", lambda g: g.words(g.target[:, None][:, :0])),
+    (TypeError, "'hidden' has type NoneType", lambda g: g.loss(hidden=None)),
+    (TypeError, "'weight' has type NoneType", lambda g: g.loss(weight=None)),
+    (TypeError, "'shard' has type int", lambda g: g.loss(shard=6)),
+    (ValueError, "'backend' is 'tritonn'", lambda g: g.greedy("tritonn")),
     (ValueError, "'check' is", lambda g: g.loss(check="never")),
     (ValueError, "'reduction' is", lambda g: g.heads(reduction="none")),
 )

@@ -15,7 +15,7 @@ from fusedce.train import hf, track
 from fusedce.train import run as run_module
 from fusedce.train.config import ConfigError, GrpoConfig, TrainConfig
 from fusedce.train.grpo import GrpoTrainer
-from fusedce.train.mesh import World, choose_layout, pick_device
+from fusedce.train.mesh import choose_layout, pick_device
 from fusedce.train.packing import Packing
 from fusedce.train.sharding import build
 from fusedce.train.weights import whole
@@ -116,30 +116,11 @@ def check_world(device: str) -> None:
     assert ranks.first == (dist.get_rank() == 0) and ranks.largest(dist.get_rank()) == 1
     mine = torch.tensor([1.0, dist.get_rank()])
     assert ranks.sum(mine).tolist() == [2.0, 1.0] and mine[0] == 1
-    check_together(ranks)
     folder = Path(os.environ["RUN"])
     check_weights()
     check_bf16()
     check_hf(folder / "hf")
     check_run(folder / "run")
-
-
-def refuse(ranks: World, error: Exception) -> None:
-    with ranks.together():
-        if dist.get_rank() == 1:
-            raise error
-
-
-def check_together(ranks: World) -> None:
-    for error in (OSError(28, "No space left"), ConfigError("steps is 0")):
-        with pytest.raises((OSError, ConfigError)) as raised:
-            refuse(ranks, error)
-        if dist.get_rank() == 1:
-            assert raised.value is error
-        else:
-            assert str(raised.value) == f"rank 1: {error}"
-    with ranks.together():
-        pass
 
 
 def check_weights() -> None:

@@ -16,6 +16,7 @@ from fusedce.train import checkpoint, run, track
 from fusedce.train.config import ConfigError, GrpoConfig, ModelConfig, OptimConfig, SftConfig, TrainConfig
 from fusedce.train.grpo import GrpoTrainer
 from fusedce.train.loop import Trainer, learning_rate
+from fusedce.train.sft import SftTrainer
 from tests.train.forks import Server
 
 TIMES = ("tok_per_s", "seconds")
@@ -96,6 +97,23 @@ def test_a_signal_saves_and_ends(
     assert signal.getsignal(number) is before
     assert checkpoint.load(Path(config.out) / "latest")[0].step == 3
     assert f"--resume --out {config.out}" in console.file.getvalue()
+
+
+def test_a_run_that_a_signal_ended_exports_when_it_has_gone_on(
+    sft: SftConfig, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, step = replace(sft, export=str(tmp_path / "model")), SftTrainer.train_step
+
+    def interrupted(trainer: SftTrainer) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(trainer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SftTrainer, "train_step", interrupted)
+        assert run.run(config, console) == 128 + signal.SIGTERM
+    assert not Path(config.export).exists()
+    assert run.run(replace(config, resume=True), console) == 0
+    assert (Path(config.export) / "model.safetensors").exists()
 
 
 def test_micro_batches_add_up_to_the_batch(grpo: GrpoConfig, sft: SftConfig, tmp_path: Path, console: Console) -> None:
@@ -267,6 +285,16 @@ def test_from_transformers_config_to_its_files_and_on(sft: SftConfig, tmp_path: 
     assert (config.rope_theta, config.num_experts, config.tied) == (7.0, 4, False) and config.renormalize
     ended, began = metrics(first)[-1]["held_out_loss"], metrics(second)[0]["held_out_loss"]
     assert began == pytest.approx(ended, rel=1e-6) and ended < metrics(first)[2]["held_out_loss"]
+
+
+def test_another_activation_or_a_damaged_file_is_refused(sft: SftConfig, tmp_path: Path, console: Console) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN, "hidden_act": "gelu"}))
+    with pytest.raises(ConfigError, match="hidden_act is 'gelu'; the trainer's model has no such thing"):
+        run.run(replace(sft, hf=str(tmp_path)), console)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    (tmp_path / "model.safetensors").write_bytes(b"abc")
+    with pytest.raises(ConfigError, match="has a damaged .safetensors file"):
+        run.run(replace(sft, hf=str(tmp_path)), console)
 
 
 def test_resume_takes_the_runs_own_config(grpo: GrpoConfig, console: Console) -> None:

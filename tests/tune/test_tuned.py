@@ -59,6 +59,15 @@ def test_a_second_stage_joins_the_first() -> None:
     assert tuned.state(ARCH).tiles == {STAGE: OTHER, "linear_ce_dlogits": wide}
 
 
+def test_what_is_kept_while_the_switch_is_off_joins_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned.keep(ARCH, {STAGE: OTHER}, {})
+    wide = replace(TABLES[ARCH]["linear_ce_dlogits"], num_stages=2)
+    monkeypatch.setenv("FUSEDCE_TUNED", "0")
+    tuned.keep(ARCH, {"linear_ce_dlogits": wide}, {})
+    monkeypatch.setenv("FUSEDCE_TUNED", "1")
+    assert tuned.state(ARCH).tiles == {STAGE: OTHER, "linear_ce_dlogits": wide}
+
+
 def spoil(text: str) -> None:
     path = tuned.path_of(ARCH)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
